@@ -1,0 +1,78 @@
+"""nbmemprof: what holds the memory of a training step or a server, seen in the notebook.
+
+``%load_ext nbmemprof``, then ``%%memprof`` at the top of a cell. ``import nbmemprof as mp`` for scripts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module that has it; loaded on first use so that importing the package stays light
+_NAMES = {
+    "Capture": "capture",
+    "load": "capture",
+    "NbmemprofError": "errors",
+    "OutOfMemoryError": "errors",
+    "record": "recording",
+    "profile": "recording",
+    "snapshot": "recording",
+    "stats": "stats",
+    "summary": "analyses.summary",
+    "timeline": "analyses.timeline",
+    "breakdown": "analyses.breakdown",
+    "sites": "analyses.sites",
+    "leaks": "analyses.leaks",
+    "lifetimes": "analyses.lifetimes",
+    "fragmentation": "analyses.fragmentation",
+    "oom": "analyses.oom",
+}
+_MODULES: tuple[str, ...] = ()
+
+__all__ = ["__version__", *sorted(_NAMES), *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES, *_MODULES])
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext nbmemprof``."""
+    from nbmemprof import magics
+
+    magics.load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext nbmemprof``: nothing of it stays in the shell."""
+    from nbmemprof import magics
+
+    magics.unload(shell)
+
+
+if TYPE_CHECKING:
+    from nbmemprof.analyses.breakdown import breakdown
+    from nbmemprof.analyses.fragmentation import fragmentation
+    from nbmemprof.analyses.leaks import leaks
+    from nbmemprof.analyses.lifetimes import lifetimes
+    from nbmemprof.analyses.oom import oom
+    from nbmemprof.analyses.sites import sites
+    from nbmemprof.analyses.summary import summary
+    from nbmemprof.analyses.timeline import timeline
+    from nbmemprof.capture import Capture, load
+    from nbmemprof.errors import NbmemprofError, OutOfMemoryError
+    from nbmemprof.recording import profile, record, snapshot
+    from nbmemprof.stats import stats

@@ -1,0 +1,1 @@
+"""Analyses: pure functions from a capture to a frame, each answering one question."""

@@ -1,0 +1,41 @@
+"""What can go wrong, as a person reads it: what happened, with which value, what to do next."""
+
+from __future__ import annotations
+
+__all__ = [
+    "FlagError",
+    "InputRefused",
+    "MissingPackage",
+    "NbmemprofError",
+    "NotRecording",
+    "OutOfMemoryError",
+    "SchemaError",
+]
+
+
+class NbmemprofError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class SchemaError(NbmemprofError):
+    """A frame does not have the columns or the dtypes of its table."""
+
+
+class InputRefused(NbmemprofError):
+    """A file or object is not a snapshot or capture, is damaged, or is unsafe to read."""
+
+
+class MissingPackage(NbmemprofError, ImportError):
+    """An optional package is needed for what was asked; the message names the extra to install."""
+
+
+class FlagError(NbmemprofError):
+    """A magic's line could not be understood; nothing has run."""
+
+
+class NotRecording(NbmemprofError):
+    """There is no capture, or none can be made here."""
+
+
+class OutOfMemoryError(NbmemprofError):
+    """The modelled device has no room for a request."""

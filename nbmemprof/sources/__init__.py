@@ -1,0 +1,1 @@
+"""Sources: each fills the tables of a capture."""

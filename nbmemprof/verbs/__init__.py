@@ -1,0 +1,1 @@
+"""Verbs of %memprof: one file a verb, found by the parser."""

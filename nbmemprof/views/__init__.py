@@ -1,0 +1,1 @@
+"""Views: each shows a frame or a capture."""

@@ -1,0 +1,1 @@
+"""Charts: frame in, altair.Chart out."""
