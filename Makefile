@@ -1,0 +1,45 @@
+# Each target makes .venv when it is missing or out of date, and installs what it needs. Nothing else is needed before.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOG := soak/logs/$(shell date -u +%Y-%m-%d).txt
+
+.PHONY: help demo test lint lab soak clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   profile a real training run on this machine's device and open a recorded H200 snapshot"
+	@echo "make test   style, types and tests (notebooks too)"
+	@echo "make lint   style and types alone"
+	@echo "make lab    JupyterLab with the notebooks"
+	@echo "make soak   the long runs; the log goes to soak/logs/"
+
+# pip is quiet; what it says is shown only where it fails
+$(STAMP): pyproject.toml constraints.txt
+	@echo "making $(VENV) (about a minute the first time) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[torch,dev]' >$(VENV)/pip.log 2>&1 || { cat $(VENV)/pip.log >&2; exit 1; }
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python -m nbmemprof demo
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet . && echo "ruff: clean"
+	@$(BIN)/mypy
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lab: $(STAMP)
+	@$(BIN)/jupyter lab notebooks
+
+soak: $(STAMP)
+	@mkdir -p $(dir $(LOG))
+	@$(BIN)/python -m pytest tests -m soak -s --benchmark-enable 2>&1 | tee $(LOG)
+
+clean:
+	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
