@@ -1,0 +1,161 @@
+"""Imports point one way, and importing the package stays light. A paragraph in the README would not hold this."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+import nbmemprof
+
+PACKAGE = ROOT / "nbmemprof"
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(PACKAGE.rglob("*.py"))}
+HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "IPython", "pynvml")
+
+# room -> the rooms that its modules may import from, at the top or inside a function
+GROUND = {"errors", "units", "_optional", "_jit", "_follow", "schema", "capture", "heap"}
+ALLOWED = {
+    "errors": set(),
+    "units": {"errors"},
+    "_optional": {"errors"},
+    "schema": {"errors"},
+    "capture": {"errors", "units", "schema"},
+    "_jit": {"errors", "_optional"},
+    "_follow": {"errors", "units", "_optional", "_jit", "schema"},
+    "heap": GROUND - {"heap"} | {"allocator"},
+    "allocator": GROUND | {"allocator"},
+    "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
+    "sources": GROUND | {"sources", "flags"},
+    "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
+    "views": GROUND | {"analyses", "views"},
+    "stats": {"errors", "units", "_optional", "schema"},
+    "recording": GROUND | {"sources", "flags"},
+    "verbs": GROUND | {"sources", "analyses", "views", "flags", "stats", "recording"},
+    "magics": GROUND | {"sources", "analyses", "views", "verbs", "flags", "stats", "recording"},
+}
+# A capture shows, derives and reads itself for convenience: the call goes up, inside the function, and is listed here.
+LAZY_UP = {
+    ("nbmemprof.capture", "nbmemprof.heap"),
+    ("nbmemprof.capture", "nbmemprof.sources.torch_snapshot"),
+    ("nbmemprof.capture", "nbmemprof.views.first"),
+    ("nbmemprof.capture", "nbmemprof.views.report"),
+}
+FREE = {"", "__main__", "demo"}  # the lazy name table and the command line may reach everything
+
+
+def room(module: str) -> str:
+    """The first part below the package: ``nbmemprof.views.first`` is in ``views``."""
+    return module.removeprefix("nbmemprof").lstrip(".").split(".")[0]
+
+
+def imports(source: str) -> list[tuple[str, bool]]:
+    """Modules that a file imports, and whether it does so when it is itself imported; type-checking blocks left out."""
+    found: list[tuple[str, bool]] = []
+
+    def walk(node: ast.AST, top: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            return
+        if isinstance(node, ast.Import):
+            found.extend((name.name, top) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            whole = [f"{node.module}.{name.name}" for name in node.names]
+            found.extend((name if name in MODULES or node.module == "nbmemprof" else str(node.module), top) for name in whole)
+        inner = top and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            walk(child, inner)
+
+    walk(ast.parse(source), True)
+    return found
+
+
+def wrong_way(module: str, source: str) -> list[str]:
+    """Imports of a module that point the wrong way."""
+    if room(module) in FREE:
+        return []
+    wrong = []
+    for target, top in imports(source):
+        if target.split(".")[0] != "nbmemprof" or room(target) in ALLOWED[room(module)] | {"__version__"}:
+            continue
+        if top or (module, target) not in LAZY_UP:
+            wrong.append(f"{module} imports {target}")
+    return wrong
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
+    assert wrong_way(module, MODULES[module].read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("nbmemprof.analyses.peak", "from nbmemprof.views import first"),
+        ("nbmemprof.sources.cupy_pool", "def start():\n    from nbmemprof import magics"),
+        ("nbmemprof.views.text", "from nbmemprof.sources.torch_cpu import source"),
+        ("nbmemprof.capture", "from nbmemprof.views import first"),
+        ("nbmemprof.schema", "import nbmemprof.capture"),
+    ],
+)
+def test_an_import_the_wrong_way_is_seen(module, line):
+    assert wrong_way(module, line)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room(name) == "analyses"])
+def test_analyses_need_polars_and_nothing_else(module):
+    outside = {target.split(".")[0] for target, _ in imports(MODULES[module].read_text())} - {"nbmemprof", "polars"}
+    assert outside <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_packages_are_met_inside_functions(module):
+    assert [target for target, top in imports(MODULES[module].read_text()) if top and target.split(".")[0] in HEAVY] == []
+
+
+@pytest.mark.cost(3)
+def test_importing_everything_loads_nothing_heavy():
+    """In a fresh process, with the heavy packages blocked, every module but the command line imports, and does so without them."""
+    code = f"""
+import importlib, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {HEAVY!r}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Block())
+import nbmemprof
+assert not [m for m in sys.modules if m.startswith("nbmemprof.")], "the package alone loads no module of its own"
+assert "polars" not in sys.modules
+for name in {[m for m in MODULES if not m.endswith("__main__")]!r}:
+    importlib.import_module(name)
+loaded = [m for m in sys.modules if m.split(".")[0] in {HEAVY!r}]
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_resolves():
+    for name in nbmemprof.__all__:
+        assert getattr(nbmemprof, name) is not None, name
+    assert set(nbmemprof.__all__) <= set(dir(nbmemprof))
+
+
+def test_public_names_are_few():
+    assert len(nbmemprof.__all__) <= 45
+
+
+def test_no_tracked_text_names_a_machine():
+    """Paths of the machine that something was written on say nothing to the reader."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    homes = tuple(f"/{name}/" for name in ("work", "root", "farm"))
+    for name in listed.stdout.split():
+        path = Path(ROOT, name)
+        if path.suffix in {".py", ".md", ".ipynb", ".toml", ".cfg", ".txt", ".js", ".cu", ".json"} and path.is_file():
+            text = path.read_text(errors="replace")
+            assert not [home for home in homes if f'"{home}' in text or f" {home}" in text or f"`{home}" in text or f"'{home}" in text], name
