@@ -32,6 +32,9 @@ class MissingPackage(NbmemprofError, ImportError):
 class FlagError(NbmemprofError):
     """A magic's line could not be understood; nothing has run."""
 
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
 
 class NotRecording(NbmemprofError):
     """There is no capture, or none can be made here."""

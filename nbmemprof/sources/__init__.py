@@ -1,1 +1,67 @@
-"""Sources: each fills the tables of a capture."""
+"""Sources: each fills the tables of a capture. One file a source, found by its place; there is no registry."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
+
+__all__ = ["Source", "available", "find", "names", "recorders"]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What records: a file ``sources/<name>.py`` gives one by ``source()``, a user may pass his own.
+
+    A source of the user's needs ``start`` and ``stop`` only; then one window at a time can use it.
+    """
+
+    name: str
+
+    def start(self, **options: Any) -> None:
+        """Begin. Options: ``stacks`` ("python", "none", "all"), ``ring_bytes``, ``cell``; unknown ones are ignored."""
+
+    def mark(self) -> Any:
+        """The position now; cheap."""
+
+    def cut(self, since: Any) -> Capture:
+        """What happened from ``since`` until now; recording goes on."""
+
+    def stop(self) -> Capture:
+        """Everything since ``start``; recording ends. A second call gives the same."""
+
+
+def recorders() -> dict[str, ModuleType]:
+    """Source modules that record live, by name (file readers have no ``source``)."""
+    from nbmemprof import flags
+
+    return {name: module for name, module in flags.modules("sources").items() if hasattr(module, "source")}
+
+
+def names() -> list[str]:
+    """What ``--source`` and ``record(source=...)`` take."""
+    return ["auto", *recorders()]
+
+
+def find(name: str) -> ModuleType:
+    """The module of a source.
+
+    Raises
+    ------
+    NbmemprofError
+        Names the nearest and all that exist.
+    """
+    from nbmemprof import flags
+
+    found = recorders()
+    if name not in found:
+        known = ["auto", *found]
+        raise NbmemprofError(f"There is no source {name!r}.{flags.near(name, known)} Use one of: {', '.join(known)}; or pass an object with start() and stop().")
+    return found[name]
+
+
+def available() -> dict[str, str | None]:
+    """Source name to why it can't record here now; None where it can."""
+    return {name: module.unavailable() for name, module in recorders().items()}
