@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python -m nbmemprof demo
+	@$(BIN)/python examples/demo.py
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet . && echo "ruff: clean"

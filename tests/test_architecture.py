@@ -44,7 +44,7 @@ LAZY_UP = {
     ("nbmemprof.capture", "nbmemprof.views.first"),
     ("nbmemprof.capture", "nbmemprof.views.report"),
 }
-FREE = {"", "__main__", "demo"}  # the lazy name table and the command line may reach everything
+FREE = {"", "__main__"}  # the lazy name table and the command line may reach everything
 
 
 def room(module: str) -> str:
