@@ -35,7 +35,7 @@ def run(function: Callable[..., int], work: int, *arguments: Any) -> int:
     fast = compiled(function) if work >= WORTH else None
     if fast is not None:
         return int(fast(*arguments))
-    return int(function(*(memoryview(a) if isinstance(a, np.ndarray) else a for a in arguments)))
+    return int(function(*(a.data if isinstance(a, np.ndarray) else a for a in arguments)))
 
 
 @functools.cache
