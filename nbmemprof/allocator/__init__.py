@@ -1,0 +1,1 @@
+"""The rules of PyTorch's CUDA caching allocator."""
