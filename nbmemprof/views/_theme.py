@@ -1,0 +1,52 @@
+"""Colours, words and order that every view shares.
+
+Hues are those of Okabe and Ito (2008), chosen to stay apart for colour-blind readers; the four
+further ones differ in lightness. No view tells things apart by colour alone: areas are labelled in
+stacking order, bars carry their names.
+"""
+
+from __future__ import annotations
+
+from nbmemprof.schema import CATEGORIES
+
+__all__ = ["CARD", "CATEGORY_COLOURS", "FAINT", "GRID", "INK", "LINE", "MARK", "MUTED", "OTHER", "SERIES_COLOURS", "colour", "word"]
+
+CATEGORY_COLOURS = {
+    "weights": "#0072b2",
+    "gradients": "#e69f00",
+    "optimizer_state": "#009e73",
+    "activations": "#56b4e9",
+    "inputs": "#f0e442",
+    "kv_cache": "#cc79a7",
+    "buffers": "#5b3a8c",
+    "workspace": "#d55e00",
+    "temporary": "#8a8f98",
+    "cuda_graph": "#2b4b3c",
+    "framework": "#7a5230",
+    "unknown": "#c4c7cc",
+}
+# for series without a meaning of their own (sites, phases, pools): strongest contrast between neighbours first
+SERIES_COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#f0e442", "#5b3a8c")
+OTHER = "#c4c7cc"
+OTHER_NAMES = ("other", "unknown", "no stack")
+
+# A deliberate light card: an image can't see the page's theme, so it brings its own ground.
+CARD, INK, MUTED, FAINT, GRID = "#fcfcfb", "#1d2025", "#555b66", "#8a8f98", "#e4e5e8"
+LINE, MARK = "#1d2025", "#b3261e"
+
+
+def colour(series: str, place: int = 0) -> str:
+    """Colour of one series: fixed for a category, by place for others."""
+    if series in CATEGORY_COLOURS:
+        return CATEGORY_COLOURS[series]
+    return OTHER if series in OTHER_NAMES or series.startswith("other") else SERIES_COLOURS[place % len(SERIES_COLOURS)]
+
+
+def word(category: str) -> str:
+    """A category as a person reads it."""
+    return {"optimizer_state": "optimizer state", "kv_cache": "KV cache", "cuda_graph": "CUDA graph"}.get(category, category)
+
+
+def rank_of(series: str) -> int:
+    """Where a series belongs in the fixed stacking order; series that are no category come last."""
+    return CATEGORIES.index(series) if series in CATEGORIES else len(CATEGORIES)

@@ -1,0 +1,194 @@
+"""Sentences about a capture, each with its number and the next step, the most urgent first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from nbmemprof.capture import Capture
+from nbmemprof.units import format_bytes, format_count
+from nbmemprof.views._facts import Device, Facts, facts
+from nbmemprof.views.svg import clean
+
+__all__ = ["findings", "sentences"]
+
+_EACH = 3  # sentences of one sort
+_ALL = 12
+_LOUD_GAP = 0.25  # reserved this much above allocated is worth a sentence
+_MIN_GAP = 64 << 20
+_NEAR = 0.9  # of the capacity or limit
+_COSTLY = 0.05  # share of the cell's time that recording took
+
+
+def findings(capture: Capture) -> list[str]:
+    """Say what deserves attention in a capture."""
+    return sentences(facts(capture))
+
+
+def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
+    """Return the sentences of facts that were gathered already, ``limit`` of them at most."""
+    said: list[str] = []
+    for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _top_site):
+        for device in known.devices:
+            said += [_at(device, s) for s in rule(known, device)]
+    for general in (_dropped, _warnings, _unrecorded, _cost, _silent):
+        said += general(known)
+    said += known.notes
+    whole = [clean(s) for s in dict.fromkeys(said)]
+    return whole if limit is None or len(whole) <= limit else [*whole[:limit], f"{limit} of {len(whole)} findings are shown; cap.to_html(path) has them all."]
+
+
+def _at(device: Device, sentence: str) -> str:
+    return f"{device.label}: {sentence}" if device.label else sentence
+
+
+def _some(frame: pl.DataFrame, what: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """First rows, the last of them with "N of M" where more were found."""
+    for i, row in enumerate(frame.head(_EACH).iter_rows(named=True)):
+        cut = f" ({_EACH} of {frame.height} {what} are listed.)" if i == _EACH - 1 and frame.height > _EACH else ""
+        yield row, cut
+
+
+def _ooms(known: Facts, device: Device) -> list[str]:
+    if not device.row.get("ooms"):
+        return []
+    frame = known.of(known.ask("oom"), device)
+    said = []
+    for row, cut in _some(frame, "out-of-memory errors"):
+        where = f" at {row['site']}" if row.get("site") else ""
+        free = row.get("device_free_bytes")
+        text = f"Out of memory{where}: {format_bytes(row.get('requested_bytes'))} was asked for"
+        text += f" while the device had {format_bytes(free)} free." if free is not None else "."
+        if row.get("reason"):
+            reason = str(row["reason"]).rstrip(".")
+            text += f" {reason[:1].upper()}{reason[1:]}."
+        helps = row.get("would_help_bytes")
+        text += f" {format_bytes(helps)} less would have been enough" if helps else " A smaller batch or activation checkpointing asks for less"
+        said.append(f"{text}; the lines that held most then are listed below.{cut}")
+    return said or [f"Out of memory {device.row['ooms']} times. A smaller batch or activation checkpointing asks for less."]
+
+
+def _leaks(known: Facts, device: Device) -> list[str]:
+    said = []
+    for row, cut in _some(known.of(known.ask("leaks"), device), "growing lines"):
+        site, each = row.get("site") or "an unrecorded line", row.get("bytes_per_iteration")
+        total = f"{format_count(row.get('leak_count'))} blocks, {format_bytes(row.get('leak_bytes'))}"
+        if each:
+            text = f"{site} keeps {format_bytes(each)} more every iteration: {total} by the end."
+        else:
+            text = f"{site} left {total} that nothing frees."
+        said.append(f"{text} Look for a list, attribute or global that holds its result; .detach() or .item() lets go of the graph.{cut}")
+    return said
+
+
+def _kept(known: Facts, device: Device) -> list[str]:
+    kept = device.kept
+    if known.meta.get("source") == "torch_snapshot" or not kept or kept < max(1 << 20, device.peak // 20) or "end_bytes" not in device.sites.columns:
+        return []
+    rows = device.sites.drop_nulls("site").sort("end_bytes", descending=True, nulls_last=True).head(1)
+    if not rows.height or not rows["end_bytes"][0]:
+        return []
+    return [
+        f"{format_bytes(kept)} stay allocated after this cell, most of it from {rows['site'][0]} ({format_bytes(rows['end_bytes'][0])}). Delete the names that hold it if you no longer need it."
+    ]
+
+
+def _near_limit(known: Facts, device: Device) -> list[str]:
+    reserved, outside = device.number("peak_reserved_bytes"), device.number("outside_bytes") or 0
+    limit, capacity = known.meta.get("limit_bytes"), device.number("capacity_bytes") or known.meta.get("capacity_bytes")
+    if not reserved or device.row.get("ooms"):
+        return []
+    for bound, used, word in ((limit, reserved, "limit"), (capacity, reserved + outside, "device")):
+        if isinstance(bound, int) and bound > 0 and used >= _NEAR * bound:
+            return [f"The peak took {used / bound:.0%} of the {format_bytes(bound)} {word}: the next larger batch will likely not fit.".replace("%", " %")]
+    return []
+
+
+def _gap(known: Facts, device: Device) -> list[str]:
+    reserved, allocated = device.number("peak_reserved_bytes"), device.number("peak_allocated_bytes")
+    if not reserved or not allocated or reserved - allocated < max(_MIN_GAP, _LOUD_GAP * allocated):
+        return []
+    text = (
+        f"Torch reserved {format_bytes(reserved - allocated)} ({(reserved - allocated) / allocated:.0%}) more than the tensors needed at their peak.".replace(
+            "%", " %"
+        )
+    )
+    free = known.of(known.ask("fragmentation"), device)
+    releasable = int(free["releasable_bytes"].sum() or 0) if "releasable_bytes" in free.columns else 0
+    if releasable:
+        text += f" torch.cuda.empty_cache() would give {format_bytes(releasable)} back."
+    if "expandable_segments:True" not in str(known.meta.get("conf") or ""):
+        text += " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True often narrows the gap."
+    return [text]
+
+
+def _retries(known: Facts, device: Device) -> list[str]:
+    retries = device.number("retries")
+    return [f"Torch had to free its cache and ask again {retries} times: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
+
+
+def _top_site(known: Facts, device: Device) -> list[str]:
+    rows = device.sites.drop_nulls("site").head(1) if device.sites.height else device.sites
+    if not rows.height or not device.peak:
+        return []
+    row = rows.row(0, named=True)
+    count = f" in {format_count(row['count'])} blocks" if row.get("count") else ""
+    return [
+        f"At the peak {row['site']} held the most: {format_bytes(row['size_bytes'])}{count}, {row['size_bytes'] / device.peak:.0%} of all.".replace("%", " %")
+    ]
+
+
+def _dropped(known: Facts) -> list[str]:
+    said, kept = [], known.capture.events.height
+    for what, count in (known.meta.get("dropped") or {}).items():
+        if isinstance(count, (int, float)) and count:
+            of = f" of {format_count(count + kept)}" if "event" in str(what) else ""
+            said.append(f"{format_count(count)}{of} {str(what).replace('_', ' ')} were dropped to keep the recording small; the peak's value is kept. Record with a larger ring_bytes to keep more." if "event" in str(what)
+                        else f"{format_count(count)} {str(what).replace('_', ' ')} were left out.")  # fmt: skip
+    return said
+
+
+_WARNINGS: tuple[tuple[str, str], ...] = (
+    ("history truncated", "The beginning of the history is missing, so early allocations have no line of code. Record with a larger max_entries."),
+    ("no frames", "No call stacks were recorded, so memory can't be tied to lines. Record with stacks='python'."),
+    ("no events", "There is no history here, only the state at the end: no peak over time can be shown."),
+    ("time order", "Times in this file don't ascend; the order of its entries was used."),
+    ("inconsistent", "The file contradicts itself in places; its numbers may be off by what is named here."),
+    ("unknown", "The file has words that this version doesn't know; they are counted, not guessed."),
+    ("malformed", "Damaged rows were skipped."),
+)
+
+
+def _warnings(known: Facts) -> list[str]:
+    said: dict[str, str] = {}
+    for warning in map(str, known.meta.get("warnings") or []):
+        prefix, plain = next(((p, t) for p, t in _WARNINGS if warning.startswith(p)), ("", ""))
+        said.setdefault(warning if not prefix else f"{prefix}{warning}", f"{plain} ({warning})" if prefix else warning)
+    return list(said.values())
+
+
+def _unrecorded(known: Facts) -> list[str]:
+    said = []
+    for device in known.devices:
+        size, end = device.number("unrecorded_bytes"), device.number("end_allocated_bytes")
+        if size and end and size > end // 20:
+            said.append(
+                _at(
+                    device,
+                    f"{format_bytes(size)} of the {format_bytes(end)} live at the end were allocated before recording began, so their lines are unknown. Profile the cell that builds the model too.",
+                )
+            )
+    return said
+
+
+def _cost(known: Facts) -> list[str]:
+    fraction = (known.meta.get("recording") or {}).get("cost_fraction")
+    if fraction is None or fraction < _COSTLY:
+        return []
+    return [f"Recording took {fraction:.0%} of this cell's time; --stacks none costs less but names no lines.".replace("%", " %")]
+
+
+def _silent(known: Facts) -> list[str]:
+    return [f"Nothing happened on {', '.join(known.silent)}."] if known.silent and known.devices else []

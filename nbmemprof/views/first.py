@@ -1,0 +1,138 @@
+"""The first view: a sentence, pictures, findings and tables in one output that is complete by itself.
+
+Jupyter's sanitizer strips inline SVG, styles, ids and ARIA from notebooks that it doesn't trust, so
+pictures are images with data URIs, every one with its sentence as ``alt``; a front end that shows no
+HTML shows the text. The live view mounts later on the classes of the outer element.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from html import escape
+from typing import Any
+
+from nbmemprof.capture import Capture
+from nbmemprof.units import format_bytes, format_time_us
+from nbmemprof.views import findings, pictures, text
+from nbmemprof.views._facts import Device, Facts, Stack, facts
+from nbmemprof.views.svg import Svg, clean
+
+__all__ = ["BUDGET_BYTES", "Mount", "bundle", "show"]
+
+BUDGET_BYTES = 80_000  # what one view may add to a saved notebook, text and HTML together
+_DEVICES = 4
+# points of a timeline, rows of a table, devices drawn: the first that fits the budget is taken
+_SIZES = ((500, 12, _DEVICES), (300, 10, _DEVICES), (160, 8, _DEVICES), (120, 6, 2), (80, 5, 1), (40, 3, 1))
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where the live view finds this output in a page: an element with the class ``nbm-KEY``."""
+
+    key: str
+
+    @classmethod
+    def of(cls, body: str) -> Mount:
+        """Make the key from what is shown, so that the same capture gives the same output."""
+        return cls(blake2s(body.encode("utf-8", "replace"), digest_size=6).hexdigest())
+
+    def wrap(self, body: str) -> str:
+        """Put the body into the element."""
+        return f'<div class="nbm nbm-{self.key}">{body}</div>'
+
+
+def bundle(capture: Capture) -> dict[str, str]:
+    """Return ``text/html`` and ``text/plain`` of the first view, together at most 80 kB."""
+    known = facts(capture)
+    if known.is_empty:
+        said = [text.headline(capture), *findings.sentences(known)]
+        return {"text/html": _wrap("".join(f"<p>{_html(s)}</p>" for s in said)), "text/plain": "\n".join(map(clean, said))}
+    made: dict[str, str] = {}
+    for points, rows, devices in _SIZES:
+        made = {"text/html": _wrap(_page(capture, known, points, rows, devices)), "text/plain": _plain(capture, rows)}
+        if sum(len(part.encode()) for part in made.values()) <= BUDGET_BYTES:
+            break
+    return made
+
+
+def show(capture: Capture, display_id: str | None = None, *, update: bool = False) -> None:
+    """Display the first view in IPython, print it as text elsewhere.
+
+    Parameters
+    ----------
+    display_id
+        Under which the output can be replaced later.
+    update
+        Replace the output with this id instead of adding one.
+    """
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        sys.stdout.write(text.report(capture) + "\n")
+        return
+    options: dict[str, Any] = {"display_id": display_id} if display_id else {}
+    ipython.display.display(bundle(capture), raw=True, **options, **({"update": True} if update else {}))
+
+
+def _wrap(body: str) -> str:
+    return Mount.of(body).wrap(body)
+
+
+def _html(value: object) -> str:
+    return escape(clean(value))
+
+
+def _plain(capture: Capture, rows: int) -> str:
+    return "\n".join(line.rstrip() for line in text.report(capture, top=min(rows, 8)).encode("utf-8", "replace").decode().split("\n"))
+
+
+def _page(capture: Capture, known: Facts, points: int, rows: int, devices: int) -> str:
+    lines = [f"<p><strong>{_html(line)}</strong></p>" for line in text.headline(capture).split("\n")]
+    said = findings.sentences(known)
+    lines += ["<ul>", *(f"<li>{_html(s)}</li>" for s in said), "</ul>"] if said else []
+    for device in known.devices[:devices]:
+        stack = known.stack(device, points // min(len(known.devices), devices))
+        lines += _pictures(known, device, stack, rows)
+    if len(known.devices) > devices:
+        lines.append(f"<p>{devices} of {len(known.devices)} devices are drawn, those with the highest peaks; cap.to_html(path) has them all.</p>")
+    return "\n".join(lines)
+
+
+def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator[str]:
+    if stack.xs:
+        yield _img(*pictures.timeline(known, device, stack))
+    height = 34 + 26 * min(max(len(device.parts()), device.breakdown.height if device.by == "category" else 0, 3), 8, rows)
+    both = device.by == "category" and device.sites.height > 0
+    bars = [
+        pictures.breakdown(device, height, pictures.HALF if both else pictures.WIDTH) if device.by == "category" else None,
+        pictures.sites(device, stack, height, pictures.HALF if both else pictures.WIDTH),
+    ]
+    yield "".join(_img(*bar) for bar in bars if bar)
+    name = f"{device.label}: " if device.label else ""
+    tables = "".join(_table(*table) for table in text.tables(known, device, rows))
+    yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{_table(*over_time(device, stack, rows + 4)) if stack.xs else ''}</details>"
+
+
+def _img(svg: Svg, sentence: str) -> str:
+    return f'<img alt="{_html(sentence)}" src="{svg.data_uri()}" width="{svg.width}" height="{svg.height}">'
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{_html(h)}</th>" for h in head)
+    body = "".join("<tr>" + "".join(f"<td>{_html(c)}</td>" for c in row) + "</tr>" for row in rows)
+    return f"<p>{_html(title)}</p><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def over_time(device: Device, stack: Stack, count: int) -> tuple[str, list[str], list[list[str]]]:
+    """Return the timeline as a table: evenly spaced points and the peak."""
+    totals, last = stack.totals, len(stack.xs) - 1
+    chosen = sorted({stack.top, *(round(last * k / max(count - 2, 1)) for k in range(count - 1))})
+    rows = []
+    for i in chosen:
+        j = sum(x <= stack.xs[i] for x in stack.reserved_xs) - 1
+        at = format_time_us(stack.xs[i]) if stack.axis == "time" else f"event {stack.xs[i]:.0f}"
+        rows.append([at + (" (peak)" if i == stack.top else ""), format_bytes(totals[i], 2), format_bytes(stack.reserved[j], 2) if j >= 0 else "–"])
+    cut = f" ({len(chosen)} of {last + 1} points)" if len(chosen) <= last else ""
+    return f"Memory over time{cut}", ["at", "allocated", "reserved"], rows

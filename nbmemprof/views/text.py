@@ -1,0 +1,227 @@
+"""The headline, and the whole report as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from nbmemprof.capture import Capture
+from nbmemprof.units import format_bytes, format_count, format_time_us
+from nbmemprof.views import _theme, findings
+from nbmemprof.views._facts import Device, Facts, facts
+from nbmemprof.views.svg import clean, text_width
+
+__all__ = ["device_line", "empty_reason", "headline", "report", "tables"]
+
+_DEVICES = 8
+_PARTS = 4
+_ORIGINS = {
+    "measured": "measured here",
+    "recorded": "recorded elsewhere",
+    "replayed": "replayed, not measured",
+    "predicted": "predicted, not measured",
+    "modelled": "modelled, not measured",
+}
+
+
+def headline(capture: Capture) -> str:
+    """One line a device: peak, what stayed, what it was made of, what recording cost, where the numbers come from."""
+    known = facts(capture)
+    if known.is_empty:
+        return empty_reason(known)
+    lines = [device_line(known, device, last=i == 0) for i, device in enumerate(known.devices[:_DEVICES])]
+    if len(known.devices) > _DEVICES:
+        lines.append(f"{_DEVICES} of {len(known.devices)} devices are listed, those with the highest peaks.")
+    return "\n".join(lines)
+
+
+def device_line(known: Facts, device: Device, *, last: bool = True) -> str:
+    """Return the headline of one device; with ``last`` the words about the whole capture end it."""
+    parts = [_peak(device)]
+    kept, is_file = device.kept, known.meta.get("source") == "torch_snapshot"
+    if is_file or kept is None:
+        parts.append(f"{format_bytes(device.number('end_allocated_bytes'))} live at the end")
+    else:
+        parts.append(f"kept {format_bytes(kept)}" if kept >= 0 else f"released {format_bytes(-kept)}")
+    if made_of := _made_of(device):
+        parts.append(made_of)
+    if last:
+        parts += [p for p in (_cost(known.meta), origin(known.meta)) if p]
+    prefix = f"{device.label}: " if device.label else ""
+    return prefix + " · ".join(parts)
+
+
+def _peak(device: Device) -> str:
+    peak, reserved = device.number("peak_allocated_bytes"), device.number("peak_reserved_bytes")
+    text = f"peak {format_bytes(peak)}"
+    low, high = device.number("peak_allocated_low_bytes"), device.number("peak_allocated_high_bytes")
+    unit = format_bytes(peak).rpartition(" ")[2]
+    if low is not None and high is not None and low != high:
+        text += f" (between {_in(low, unit)} and {_in(high, unit)})"
+    return text + (f" (reserved {_in(reserved, unit)})" if reserved else "")
+
+
+def _in(size: int, unit: str) -> str:
+    """Print a size without its unit where that is the one the sentence already has."""
+    text = format_bytes(size)
+    return text.removesuffix(f" {unit}") if text.endswith(f" {unit}") else text
+
+
+def _made_of(device: Device) -> str:
+    rows = device.parts()
+    if not rows:
+        return ""
+    if device.by == "total":
+        return "what it is for: unknown"
+    unit = format_bytes(device.peak).rpartition(" ")[2]
+    shown = [f"{_theme.word(clean(n))} {_in(b, unit)}" for n, b in rows[:_PARTS]]
+    more = ", …" if len(rows) > _PARTS else ""
+    return ("at the peak " if device.by == "site" else "") + ", ".join(shown) + more
+
+
+def _cost(meta: dict[str, Any]) -> str:
+    recording = meta.get("recording") or {}
+    fraction = recording.get("cost_fraction")
+    if fraction is None:
+        return clean(recording.get("cost_text") or "")
+    return "recording cost < 1 %" if fraction < 0.005 else f"recording cost ~{fraction:.0%}".replace("%", " %")
+
+
+def origin(meta: dict[str, Any]) -> str:
+    """Where the numbers come from, in words."""
+    text = _ORIGINS.get(str(meta.get("origin")), str(meta.get("origin")))
+    if meta.get("source") == "torch_snapshot" and meta.get("origin") == "measured":
+        return "measured, read from a snapshot"
+    device = meta.get("device")
+    return f"{text} on {clean(device)}" if isinstance(device, str) and device else text
+
+
+def empty_reason(known: Facts) -> str:
+    """Why there is nothing to see, and what to do."""
+    meta = known.meta
+    for warning in meta.get("warnings") or []:
+        if warning.startswith(("empty", "no events")):
+            return f"Nothing to show: {clean(warning)}"
+    if known.silent:
+        return f"No memory was in use on {', '.join(known.silent)} in this capture. Profile a cell that creates tensors."
+    if meta.get("source") == "torch_snapshot":
+        return (
+            "This snapshot holds no segments, blocks or events. Turn the history on before the code runs "
+            "(torch.cuda.memory._record_memory_history()), then dump it again."
+        )
+    return "No tensor memory was allocated in this cell, so there is nothing to show. Profile a cell that creates tensors; %memprof doctor says what can be recorded here."
+
+
+# ---------------------------------------------------------------------- tables
+def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return (title, head, rows) of each table of one device; titles say "N of M" where rows were cut."""
+    made = [("Numbers", ["what", "value"], _numbers(known, device))]
+    if device.breakdown.height:
+        made.append(_table("What held memory at the peak", device.breakdown, {
+            "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "evidence": "known by", "origin": "origin",
+        }, top + 4))  # fmt: skip
+    if device.sites.height:
+        made.append(_table("Lines that held most at the peak", device.sites, {
+            "site": "line", "function": "function", "size_bytes": "size", "requested_bytes": "requested", "count": "blocks", "end_bytes": "at the end",
+        }, top))  # fmt: skip
+    for name, title, columns in _FURTHER:
+        frame = known.of(known.ask(name), device)
+        if frame.height:
+            made.append(_table(title, frame, columns, top))
+    return made
+
+
+_FURTHER = (
+    ("leaks", "Memory that grows or is never freed", {
+        "site": "line", "leak_bytes": "bytes", "leak_count": "blocks", "bytes_per_iteration": "per iteration", "class": "kind", "confidence": "confidence", "evidence": "because",
+    }),
+    ("oom", "Out of memory", {
+        "site": "line", "requested_bytes": "requested", "device_free_bytes": "free on the device", "reason": "reason", "would_help_bytes": "would have helped",
+    }),
+    ("fragmentation", "Free memory inside what torch reserved", {
+        "pool_id": "pool", "size_class": "part", "pool": "part", "stream": "stream", "free_bytes": "free", "largest_free_bytes": "largest piece",
+        "releasable_bytes": "releasable", "pinned_bytes": "pinned", "ratio": "fragmented",
+    }),
+)  # fmt: skip
+
+
+def _table(title: str, frame: pl.DataFrame, columns: dict[str, str], top: int) -> tuple[str, list[str], list[list[str]]]:
+    names = [n for n in columns if n in frame.columns and frame[n].null_count() < frame.height]
+    rows = [[cell(n, v) for n, v in zip(names, row, strict=True)] for row in frame.head(top).select(names).iter_rows()]
+    cut = f" ({top} of {format_count(frame.height)})" if frame.height > top else ""
+    return title + cut, [columns[n] for n in names], rows
+
+
+def cell(name: str, value: object) -> str:
+    """One value as a person reads it; null is a dash."""
+    if value is None:
+        return "no stack" if name == "site" else "–"
+    if isinstance(value, list):
+        return clean(" ← ".join(str(v) for v in value))
+    if name.endswith(("bytes", "_iteration")) and isinstance(value, (int, float)):
+        return format_bytes(value, 2)
+    if name.endswith("_us") and isinstance(value, (int, float)):
+        return format_time_us(value)
+    if name in ("share", "ratio", "confidence") and isinstance(value, (int, float)):
+        return f"{value:.1%}".replace("%", " %")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and name not in ("device", "rank", "stream", "seq"):
+        return format_count(value)
+    return f"{value:.3g}" if isinstance(value, float) else clean(value)
+
+
+_NUMBERS = {
+    "peak_allocated_bytes": "peak allocated", "peak_allocated_low_bytes": "peak allocated, low", "peak_allocated_high_bytes": "peak allocated, high",
+    "peak_reserved_bytes": "peak reserved", "peak_requested_bytes": "peak requested", "end_allocated_bytes": "allocated at the end", "end_reserved_bytes": "reserved at the end",
+    "end_pending_bytes": "freed, waiting for streams, at the end", "largest_free_bytes": "largest free block at the end", "unrecorded_bytes": "live without a record of its allocation",
+    "live_blocks": "blocks at the end", "segments": "segments at the end", "events": "events", "unknown_events": "events of an unknown kind", "ooms": "out-of-memory errors", "retries": "retries after freeing the cache",
+    "capacity_bytes": "device capacity", "outside_bytes": "held by this process outside torch",
+}  # fmt: skip
+
+
+def _numbers(known: Facts, device: Device) -> list[list[str]]:
+    rows = [[label, cell(name, device.row[name])] for name, label in _NUMBERS.items() if device.row.get(name) is not None]
+    if device.start_bytes is not None:
+        rows.insert(1, ["allocated at the start", format_bytes(device.start_bytes, 2)])
+    limit = known.meta.get("limit_bytes")
+    if isinstance(limit, int):
+        rows.append(["limit set in torch", format_bytes(limit, 2)])
+    return rows
+
+
+# ---------------------------------------------------------------------- plain text
+def report(capture: Capture, top: int = 8) -> str:
+    """Return headline, findings and tables as aligned text: what a terminal shows."""
+    known = facts(capture)
+    lines = [headline(capture)]
+    lines += [f"  • {sentence}" for sentence in findings.sentences(known)]
+    for device in known.devices[:_DEVICES]:
+        for title, head, rows in tables(known, device, top):
+            if title == "Numbers":
+                continue
+            lines += ["", f"{device.label}: {title}" if device.label else title, *aligned(head, rows)]
+    return "\n".join(lines)
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], widest: int = 60) -> list[str]:
+    """Lay a table out in columns: text to the left, numbers to the right; long text loses its middle."""
+    body = [[_middle(c, widest) for c in row] for row in rows]
+    right = [all(row[i][:1] in "0123456789–−" for row in body) for i in range(len(head))]
+    widths = [max(_columns(r[i]) for r in [list(head), *body]) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [" " * (w - _columns(c)) + c if r else c + " " * (w - _columns(c)) for c, w, r in zip(row, widths, right, strict=True)]
+        return "  " + "  ".join(cells).rstrip()
+
+    return [line(head), *(line(row) for row in body)]
+
+
+def _middle(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width * 2 // 5] + "…" + text[len(text) - (width - width * 2 // 5 - 1) :]
+
+
+def _columns(text: str) -> int:
+    return sum(2 if text_width(c, 1) > 1 else 1 for c in text)
