@@ -146,9 +146,9 @@ def parse(line: str | Sequence[str], flags: Sequence[Flag], *, prog: str = "%%me
     parser = _Parser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     for flag in flags:
         if flag.positional:
-            parser.add_argument(flag.dest, nargs="?" if flag.optional else None, type=_checked(flag, prog), default=flag.default, metavar=flag.metavar or flag.names)
+            parser.add_argument(flag.dest, nargs="?" if flag.optional else None, type=_checked(flag, prog), metavar=flag.metavar or flag.names)
         elif flag.action == "store":
-            parser.add_argument(*flag.all_names, dest=flag.dest, type=_checked(flag, prog), default=flag.default, metavar=flag.metavar)
+            parser.add_argument(*flag.all_names, dest=flag.dest, type=_checked(flag, prog), metavar=flag.metavar)
         else:
             parser.add_argument(*flag.all_names, dest=flag.dest, action=flag.action, default=flag.default)
     known = [name for flag in flags if not flag.positional for name in flag.all_names]
@@ -159,6 +159,9 @@ def parse(line: str | Sequence[str], flags: Sequence[Flag], *, prog: str = "%%me
     args, stray = parser.parse_known_args(words)
     if stray:
         _refuse(stray[0], known, flags, prog)
+    for flag in flags:  # not given to argparse, which would check them as if they had been written
+        if getattr(args, flag.dest) is None:
+            setattr(args, flag.dest, flag.default)
     return args
 
 

@@ -1,0 +1,369 @@
+"""Recording: windows on one reference-counted recorder a source.
+
+``%%memprof``, ``%memprof auto``, ``record`` and ``profile`` open a window each. Windows nest and overlap
+in any order; the source starts with the first and stops with the last, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import aclosing
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import polars as pl
+
+from nbmemprof import _optional, _torch_import, schema, sources
+from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
+from nbmemprof.units import parse_bytes
+
+__all__ = ["Recording", "profile", "record", "snapshot"]
+
+STACKS = ("python", "none", "all")
+RING_BYTES = 512 << 20
+_AUTO = ("torch_history", "torch_cpu")  # the first that can record here
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_lock = threading.RLock()
+_recorders: dict[object, _Recorder] = {}
+
+
+class _Recorder:
+    """A started source and the windows on it."""
+
+    def __init__(self, key: object, source: Any, options: dict[str, Any]) -> None:
+        self.key, self.source, self.options = key, source, options
+        self.windows: list[Recording] = []
+        self.cuts = hasattr(source, "mark") and hasattr(source, "cut")
+
+
+class Recording:
+    """One window of a recording, from ``start`` to ``stop``; ``capture`` afterwards.
+
+    Use it as a context manager, through :func:`record`.
+    """
+
+    def __init__(self, source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, **options: Any) -> None:
+        if isinstance(source, str):
+            if source != "auto":
+                sources.find(source)
+        elif not (hasattr(source, "start") and hasattr(source, "stop")):
+            raise NbmemprofError(f"{source!r} can't record: it lacks start() or stop(). Use one of: {', '.join(sources.names())}; or an object with both.")
+        if stacks not in STACKS:
+            raise NbmemprofError(f"stacks can't be {stacks!r}. It is one of: {', '.join(STACKS)}.")
+        self.source, self.title, self.cell = source, title, options.get("cell")
+        self.options = {"stacks": stacks, "ring_bytes": parse_bytes(ring_bytes), **options}
+        self.capture: Capture | None = None
+        self.warnings: list[str] = []
+        self._recorder: _Recorder | None = None
+        self._since: Any = None
+        self._first = False
+        self._started = ""
+        self._began = self._opened = 0.0
+        self._ended: float | None = None
+
+    def __repr__(self) -> str:
+        state = "not started" if not self._opened else "open" if self._ended is None else repr(self.capture)
+        return f"<Recording {self.source if isinstance(self.source, str) else type(self.source).__name__}: {state}>"
+
+    # ------------------------------------------------------------------ the window
+    def start(self) -> Recording:
+        """Open the window. Where nothing can be recorded the reason is kept and stands in the capture's warnings."""
+        if self._opened:
+            raise NbmemprofError("This recording was started before. Make a new one with record().")
+        self._started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+        self._opened = self._began = time.perf_counter()
+        try:
+            with _lock:
+                if isinstance(self.source, str) and not _torch_import.is_here() and (self.source == "auto" or self.source.startswith("torch_")):
+                    _torch_import.when_imported(self._begin_late)
+                else:
+                    self._begin()
+        except BaseException:
+            self.discard()
+            raise
+        return self
+
+    def stop(self) -> Capture:
+        """Close the window and give its capture; a second call gives the same."""
+        if self.capture is None:
+            if not self._opened:
+                raise NbmemprofError("This recording was never started. Use it in a with statement, or call start().")
+            end = self._close()
+            try:
+                with _lock:
+                    capture = self._cut()
+            finally:
+                self._leave()
+            self.capture = self._label(capture, end)
+        return self.capture
+
+    def discard(self) -> None:
+        """Close the window without making a capture."""
+        self._close()
+        self._leave()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _close(self) -> float:
+        if self._ended is None:
+            self._ended = time.perf_counter()
+        return self._ended
+
+    # ------------------------------------------------------------------ between window and source
+    def _begin_late(self) -> None:
+        with _lock:
+            if self._ended is None:
+                self._begin()
+
+    def _begin(self) -> None:
+        """Join the recorder of this source, or start one. Called under the lock."""
+        try:
+            key, make = _choose(self.source)
+            recorder = _recorders.get(key)
+            if recorder is None:
+                recorder = _Recorder(key, make(), self.options)
+                self._first = True
+                _recorders[key] = recorder
+                recorder.windows.append(self)
+                self._recorder = recorder
+                recorder.source.start(**self.options)
+            else:
+                recorder.windows.append(self)
+                self._recorder = recorder
+                self._compare(recorder)
+            if recorder.cuts:
+                self._since = recorder.source.mark()
+        except Exception as error:  # the cell runs all the same; its report says why there is nothing
+            self._leave()
+            self.warnings.append(f"recording was not possible: {error or type(error).__name__}")
+        self._began = time.perf_counter()
+
+    def _compare(self, recorder: _Recorder) -> None:
+        for name in ("stacks", "ring_bytes"):
+            mine, theirs = self.options[name], recorder.options[name]
+            if mine != theirs:
+                self.warnings.append(f"recorded with {name}={theirs}, not {mine}: a recording with that was open already")
+
+    def _cut(self) -> Capture:
+        recorder = self._recorder
+        if recorder is None:
+            if not self.warnings:
+                self.warnings.append("empty: torch was not imported, so no torch memory was allocated")
+            return _nothing()
+        try:
+            alone = recorder.windows == [self]
+            if recorder.cuts and not (alone and self._first):
+                made = recorder.source.cut(self._since)
+            elif alone:
+                made = recorder.source.stop()
+            else:
+                raise NbmemprofError("this source can't give a part of a recording (no mark() and cut()), and another window is open on it")  # noqa: TRY301 - told as any other failure of a source
+            if isinstance(made, Capture):
+                return made
+            self.warnings.append(f"nothing was recorded: the source gave a {type(made).__name__}, not a Capture")
+        except Exception as error:  # a source that fails must not take the cell's own result with it
+            self.warnings.append(f"the recording was lost: {error or type(error).__name__}")
+        return _nothing()
+
+    def _leave(self) -> None:
+        """Give up the place on the recorder; the last one stops the source."""
+        with _lock:
+            _torch_import.cancel(self._begin_late)
+            recorder, self._recorder = self._recorder, None
+            if recorder is None or self not in recorder.windows:
+                return
+            recorder.windows.remove(self)
+            if not recorder.windows:
+                _recorders.pop(recorder.key, None)
+                try:
+                    recorder.source.stop()
+                except Exception as error:
+                    self.warnings.append(f"the source did not stop in order: {error or type(error).__name__}")
+
+    def _label(self, capture: Capture, end: float) -> Capture:
+        """Write into a fresh capture which window it is."""
+        duration_us = (end - self._opened) * 1e6
+        name = self.title or (f"In[{self.cell}]" if self.cell is not None else "record")
+        mark = schema.fill("marks", {"time_us": 0.0, "end_us": (end - self._began) * 1e6, "kind": "cell", "name": name}, height=1)
+        capture.tables["marks"] = pl.concat([capture.tables["marks"], mark], how="diagonal")
+        capture.meta["warnings"] = [*capture.meta.get("warnings", ()), *self.warnings]
+        capture.meta.update(cell=self.cell, title=self.title, started=self._started, duration_us=duration_us)
+        return capture
+
+
+def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, **options: Any) -> Recording:
+    """Record memory in a ``with`` block; the library form of ``%%memprof``.
+
+    Parameters
+    ----------
+    source
+        A name (``auto`` takes CUDA's allocator history where there is a device, CPU tensors elsewhere), or any
+        object with ``start(**options)`` and ``stop() -> Capture``.
+    stacks
+        Frames kept for each allocation: ``python``, ``none`` or ``all`` (C++ too, where the source can).
+    ring_bytes
+        Bound of the history kept while recording; bytes or text like ``"512MiB"``.
+    title
+        A short name for the capture.
+
+    Returns
+    -------
+    A :class:`Recording`; its ``capture`` is there after the block, also when the block raised.
+
+    Raises
+    ------
+    NbmemprofError
+        For a source or option that does not exist. A source that can't record here raises nothing: the block runs
+        and the capture's warnings say why.
+    """
+    return Recording(source, stacks=stacks, ring_bytes=ring_bytes, title=title, **options)
+
+
+# ---------------------------------------------------------------------- which source
+def _nothing() -> Capture:
+    return Capture.build({}, source="none", origin="measured")
+
+
+def _choose(source: Any) -> tuple[object, Callable[[], Any]]:
+    if not isinstance(source, str):
+        return ("object", id(source)), lambda: source
+    modules = sources.recorders()
+    reasons = []
+    for name in _AUTO if source == "auto" else (source,):
+        if name in modules:
+            reason: str | None = modules[name].unavailable()
+            if reason is None:
+                return name, modules[name].source
+            reasons.append(f"{name}: {reason}")
+    raise NbmemprofError("; ".join(reasons) or "no source is installed")
+
+
+# ---------------------------------------------------------------------- functions
+@overload
+def profile(function: _F) -> _F: ...
+@overload
+def profile(*, keep: int = 1, **options: Any) -> Callable[[_F], _F]: ...
+def profile(function: Callable[..., Any] | None = None, *, keep: int = 1, **options: Any) -> Any:
+    """Record each call of a function: ``@mp.profile`` or ``@mp.profile(stacks="all", keep=3)``.
+
+    The decorated function has ``last_capture`` and ``captures`` (the last ``keep``, newest last). Coroutine functions
+    are recorded while they are awaited, generators from their first item to their end.
+
+    Parameters
+    ----------
+    keep
+        How many captures to keep.
+    options
+        As :func:`record`.
+    """
+    if function is None:
+        return lambda later: profile(later, keep=keep, **options)  # type: ignore[call-overload]
+    if not callable(function):
+        raise NbmemprofError(f"profile decorates functions; {function!r} is not callable. Name options: @profile(source=...).")
+    captures: deque[Capture] = deque(maxlen=max(1, keep))
+    title = options.pop("title", None) or getattr(function, "__qualname__", None)
+
+    class Window(Recording):
+        def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+            captures.append(self.stop())
+            setattr(wrapper, "last_capture", captures[-1])  # noqa: B010 - a function has no such attribute for a type checker
+
+    def window() -> Recording:
+        return Window(title=title, **options)
+
+    window()  # a wrong option is told where it is written
+    wrapper: Any = functools.wraps(function)(_wrapper(function, window))
+    wrapper.captures, wrapper.last_capture = captures, None
+    return wrapper
+
+
+def _wrapper(function: Callable[..., Any], window: Callable[[], Recording]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with window():
+                return await function(*args, **kwargs)
+
+        return awaited
+    if inspect.isasyncgenfunction(function):
+
+        async def streamed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            with window():
+                async with aclosing(function(*args, **kwargs)) as items:
+                    async for item in items:
+                        yield item
+
+        return streamed
+    if inspect.isgeneratorfunction(function):
+
+        def generated(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            with window():
+                return (yield from function(*args, **kwargs))
+
+        return generated
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with window():
+            return function(*args, **kwargs)
+
+    return called
+
+
+# ---------------------------------------------------------------------- a picture
+def snapshot(*, title: str | None = None) -> Capture:
+    """Take a picture of the heap now; no recording is needed.
+
+    Returns
+    -------
+    A :class:`Capture` of ``segments`` and ``blocks`` (CUDA), or of the living CPU tensors where there is no device.
+    What has no recording has no stacks and no events.
+    """
+    torch = _optional.loaded("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        from nbmemprof.sources import torch_snapshot
+
+        capture = torch_snapshot.from_object(torch.cuda.memory._snapshot())
+        capture.meta.update(source="torch_history", torch=torch.__version__)
+    elif torch is not None:
+        capture = _living_tensors(torch)
+    else:
+        capture = _nothing()
+        capture.meta["warnings"].append("empty: torch is not imported in this process, so it holds no torch memory")
+    capture.meta.update(title=title, cell=None, started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"))
+    return capture
+
+
+def _living_tensors(torch: Any) -> Capture:
+    import gc
+
+    sizes: dict[int, int] = {}
+    for item in gc.get_objects():
+        try:
+            if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+                storage = item.untyped_storage()
+                if storage.nbytes():
+                    sizes[storage.data_ptr()] = storage.nbytes()
+        except (RuntimeError, NotImplementedError, ReferenceError):  # fake, functional and half-dead tensors have no storage to show
+            continue
+    columns = {"addr": list(sizes), "size_bytes": list(sizes.values()), "requested_bytes": list(sizes.values()), "kind": "host", "source": "torch", "state": "active_allocated", "snapshot_id": 0, "pool_id": "0_0"}
+    meta = {"source": "torch_cpu", "origin": "measured", "torch": torch.__version__, "warnings": ["no events: a picture has only what is alive now. Record with %%memprof or mp.record()."]}
+    tables = {"blocks": schema.fill("blocks", columns, height=len(sizes))}
+    return Capture.build(tables | {"allocations": _as_allocations(columns, len(sizes))}, **meta)
+
+
+def _as_allocations(columns: dict[str, Any], height: int) -> pl.DataFrame:
+    same = {name: columns[name] for name in ("addr", "size_bytes", "requested_bytes", "kind", "source", "pool_id")}
+    return schema.fill("allocations", same | {"category": "unknown", "evidence": "none", "at_start": True, "size_exact": True}, height=height)
