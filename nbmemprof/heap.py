@@ -22,7 +22,7 @@ from nbmemprof.allocator import rounding
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_count
 
-__all__ = ["Curve", "allocations", "blocks_at", "build", "curves", "segments_at"]
+__all__ = ["Curve", "allocations", "blocks_at", "build", "curves", "matches", "segments_at"]
 
 Array = npt.NDArray[Any]
 KEY = ["rank", "device", "kind"]
@@ -96,12 +96,13 @@ def _groups(*frames: pl.DataFrame) -> list[tuple[Any, ...]]:
     return keys.rows()
 
 
-def _matches(key: tuple[Any, ...]) -> pl.Expr:
+def matches(key: tuple[Any, ...]) -> pl.Expr:
+    """Rows of one (rank, device, kind)."""
     return pl.all_horizontal(pl.col(name).eq_missing(pl.lit(value, schema.dtypes("events")[name])) for name, value in zip(KEY, key, strict=True))
 
 
 def _of(frame: pl.DataFrame, key: tuple[Any, ...]) -> pl.DataFrame:
-    return frame.filter(_matches(key))
+    return frame.filter(matches(key))
 
 
 def _rows_of(events: pl.DataFrame, key: tuple[Any, ...]) -> Array | None:
@@ -109,7 +110,7 @@ def _rows_of(events: pl.DataFrame, key: tuple[Any, ...]) -> Array | None:
     if all(events[name].n_unique() <= 1 for name in KEY):
         here = events.height > 0 and events.select(KEY).row(0) == key
         return None if here else np.zeros(0, np.int64)
-    return events.select(pl.arg_where(_matches(key))).to_series().to_numpy().astype(np.int64)
+    return events.select(pl.arg_where(matches(key))).to_series().to_numpy().astype(np.int64)
 
 
 def _sized(events: pl.DataFrame, codes: Array, sizes: Array) -> pl.DataFrame:
