@@ -117,7 +117,7 @@ class Capture:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Capture):
             return NotImplemented
-        return (
+        return self is other or (
             self.meta == other.meta
             and list(self.tables) == list(other.tables)
             and all(self.tables[n].equals(other.tables[n]) for n in self.tables)
@@ -258,7 +258,7 @@ def _load_zip(file: Path | IO[bytes], where: str) -> Capture:
         raise InputRefused(f"{where} lacks the table {lacking[0]!r}. Save or copy it again.")
 
     def member(name: str) -> Callable[[], pl.DataFrame]:
-        return lambda: _checked(name, where, lambda: pl.read_ipc(io.BytesIO(_read_member(file, name, where)), memory_map=False))
+        return lambda: _checked(name, where, lambda: pl.read_ipc(_read_member(file, name, where)))
 
     return Capture.build({}, {name: member(name) for name in names}, **meta)
 

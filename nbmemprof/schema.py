@@ -219,6 +219,9 @@ TABLES: dict[str, dict[str, Column]] = {
 }
 
 
+_empty: dict[str, pl.DataFrame] = {}
+
+
 def dtypes(table: str) -> dict[str, pl.DataType | type[pl.DataType]]:
     """Column name to dtype of one table."""
     return {name: column.dtype for name, column in TABLES[table].items()}
@@ -226,7 +229,9 @@ def dtypes(table: str) -> dict[str, pl.DataType | type[pl.DataType]]:
 
 def empty(table: str) -> pl.DataFrame:
     """The table with its columns and no rows."""
-    return pl.DataFrame(schema=dtypes(table))
+    if table not in _empty:  # a capture has fourteen; made anew they cost more than an empty cell may
+        _empty[table] = pl.DataFrame(schema=dtypes(table))
+    return _empty[table].clone()
 
 
 def fill(table: str, columns: Mapping[str, object], height: int | None = None) -> pl.DataFrame:
@@ -268,9 +273,10 @@ def check(table: str, frame: pl.DataFrame) -> pl.DataFrame:
     SchemaError
         Names the column and both dtypes.
     """
+    here = frame.schema
     for name, dtype in dtypes(table).items():
-        if name not in frame.columns:
+        if name not in here:
             raise SchemaError(f"The table {table!r} lacks its column {name!r} ({dtype}). Build it with schema.fill({table!r}, ...).")
-        if frame.schema[name] != dtype:
-            raise SchemaError(f"Column {name!r} of the table {table!r} is {frame.schema[name]}, not {dtype}. Cast it, or build the frame with schema.fill({table!r}, ...).")
+        if here[name] != dtype:
+            raise SchemaError(f"Column {name!r} of the table {table!r} is {here[name]}, not {dtype}. Cast it, or build the frame with schema.fill({table!r}, ...).")
     return frame
