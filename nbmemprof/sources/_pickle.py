@@ -252,13 +252,13 @@ class Tape:
         return self.flatten(np.array([value], np.int64))[0]
 
     # ------------------------------------------------------------------ many values
-    def flatten(self, values: Ints) -> tuple[Ints, Ints]:
+    def flatten(self, values: Ints, most: int | None = None) -> tuple[Ints, Ints]:
         """The values of many lists one after the other, and for each the row of the list that it is in.
 
         Raises
         ------
         InputRefused
-            Shared references make more of them than the file has bytes.
+            Shared references make more of them than ``most``; by default twice the containers in the file, as each row is a dict of its own.
         """
         rows = np.flatnonzero((values & 7) == k.NODE)
         nodes = values[rows] >> 3
@@ -273,8 +273,8 @@ class Tape:
         runs = self.node_run[links]
         each = np.add.reduceat(self.run_count[runs].astype(np.int64), first) if len(first) else first
         total = int(each[inverse].astype(np.float64).sum()) if len(inverse) else 0
-        if total > len(self.data):
-            raise InputRefused(f"{self.name} expands to {total} entries by shared references, more than its {len(self.data)} bytes: a bomb, not a snapshot. Record it again.")
+        if total > (2 * len(self.node_shape) + 4096 if most is None else most):
+            raise InputRefused(f"{self.name} expands to {total} rows by shared references, far more than it holds ({len(self.node_shape)}): a bomb, not a snapshot. Record it again.")
         order = ranges(first[inverse], parts[inverse])
         at = ranges(self.run_start[runs[order]], self.run_count[runs[order]])
         return self.tape[at], np.repeat(rows, each[inverse])
