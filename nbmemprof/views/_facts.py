@@ -54,10 +54,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Device:
-    """One device (and rank) of a capture."""
+    """One device (and rank, and kind of memory) of a capture."""
 
     rank: int | None
     device: int | None
+    kind: str | None
     row: dict[str, Any]
     breakdown: pl.DataFrame
     sites: pl.DataFrame
@@ -141,16 +142,19 @@ class Facts:
 
     def of(self, frame: pl.DataFrame, device: Device) -> pl.DataFrame:
         """Rows of one device."""
-        return _only(frame, device.rank, device.device)
+        return _only(frame, device.rank, device.device, device.kind)
 
     def stack(self, device: Device, max_points: int, by: str | None = None) -> Stack:
         """Return the timeline of one device, stacked by what its capture knows."""
         by = by or device.by
-        options: dict[str, Any] = {"max_points": max_points}
-        if device.device is not None:
-            options["device"] = device.device
-        total = self.of(self.ask("timeline", by="total", **options), device)
-        frame = total if by == "total" else self.of(self.ask("timeline", by=by, **options), device)
+        if by == "total":
+            total = self.of(self.ask("timeline", by="total", max_points=3 * max_points), device)
+            return _stack(total, total, by, max_points)
+        # the analysis counts rows, one a moment and series; both answers shall have the same moments
+        rows = (_SERIES + 1) * max_points
+        frame = self.of(self.ask("timeline", by=by, max_points=rows, top=_SERIES), device)
+        moments = rows // max(frame["series"].n_unique() if frame.height else 1, 1)
+        total = self.of(self.ask("timeline", by="total", max_points=3 * moments), device)
         return _stack(frame, total, by, max_points)
 
     def marks(self, device: Device) -> pl.DataFrame:
@@ -178,8 +182,8 @@ def _gather(capture: Capture) -> Facts:
     rows = list(summary.iter_rows(named=True))
     several = len(rows) > 1
     for row in rows:
-        rank, device = row.get("rank"), row.get("device")
-        label = _label(rank, device)
+        rank, device, kind = row.get("rank"), row.get("device"), row.get("kind")
+        label = _label(rank, device, kind)
         if not any(row.get(n) for n in ("peak_allocated_bytes", "peak_reserved_bytes", "end_reserved_bytes", "end_allocated_bytes", "ooms", "events")):
             found.silent.append(label)
             continue
@@ -187,10 +191,11 @@ def _gather(capture: Capture) -> Facts:
             Device(
                 rank,
                 device,
+                kind,
                 row,
-                _only(found.ask("breakdown"), rank, device),
-                _only(found.ask("sites"), rank, device),
-                _start(capture, rank, device),
+                _only(found.ask("breakdown"), rank, device, kind),
+                _only(found.ask("sites"), rank, device, kind),
+                _start(capture, row),
                 label if several or device != 0 or rank is not None else "",
             )
         )
@@ -198,28 +203,27 @@ def _gather(capture: Capture) -> Facts:
     return found
 
 
-def _label(rank: int | None, device: int | None) -> str:
+def _label(rank: int | None, device: int | None, kind: str | None) -> str:
     where = "CPU" if device is None else f"GPU {device}"
+    where += f" ({kind})" if kind not in (None, "device", "host") else ""
     return where if rank is None else f"rank {rank}, {where}"
 
 
-def _only(frame: pl.DataFrame, rank: int | None, device: int | None) -> pl.DataFrame:
+def _only(frame: pl.DataFrame, rank: int | None, device: int | None, kind: str | None) -> pl.DataFrame:
     if not frame.height or "device" not in frame.columns:
         return frame
     keep = pl.col("device").eq_missing(pl.lit(device, dtype=pl.Int64))
     if "rank" in frame.columns:
         keep &= pl.col("rank").eq_missing(pl.lit(rank, dtype=pl.Int64))
+    if "kind" in frame.columns and kind is not None:
+        keep &= pl.col("kind").cast(pl.String) == kind
     return frame.filter(keep)
 
 
-def _start(capture: Capture, rank: int | None, device: int | None) -> int | None:
-    counters = (capture.meta.get("counters") or {}).get(str(device), {})
-    if counters.get("start_allocated_bytes") is not None:
-        return int(counters["start_allocated_bytes"])
-    if not capture.events.height:
-        return None
-    there = _only(capture.allocations, rank, device).filter(pl.col("at_start"))
-    return int(there.select(pl.coalesce("size_bytes", "requested_bytes").sum()).item() or 0)
+def _start(capture: Capture, row: dict[str, Any]) -> int | None:
+    counters = (capture.meta.get("counters") or {}).get(str(row.get("device"))) or {}
+    start = counters.get("start_allocated_bytes", row.get("start_allocated_bytes"))
+    return None if start is None else int(start)
 
 
 def _stack(frame: pl.DataFrame, total: pl.DataFrame, by: str, max_points: int) -> Stack:
@@ -228,23 +232,26 @@ def _stack(frame: pl.DataFrame, total: pl.DataFrame, by: str, max_points: int) -
     timed = frame["time_us"].null_count() == 0 and frame["time_us"].n_unique() > 1
     x = "time_us" if timed else "seq"
     frame, total = (f.with_columns(pl.col("series").cast(pl.String)) for f in (frame, total))
+    frame, total = (f.with_columns(pl.col("seq").fill_null(pl.col("seq").min() - 1), pl.col("series").replace(_theme.PLAIN)) for f in (frame, total))
     reserved = total.filter(pl.col("series") == "reserved").sort("seq", maintain_order=True)
     if by == "total":
-        frame = frame.filter(pl.col("series") != "reserved")
+        frame = frame.filter(pl.col("series") == "allocated")
     names = [str(n) for n in frame["series"].unique(maintain_order=True)]
     wide = frame.pivot(on="series", index=["seq", x] if x != "seq" else ["seq"], values="size_bytes", aggregate_function="last")
     wide = wide.sort("seq").with_columns(pl.col(names).forward_fill().fill_null(0))
     wide = _thin(wide, names, max_points)
     totals = wide.select(pl.sum_horizontal(names).alias("t"))["t"]
     at = int(totals.arg_max() or 0)
-    order = sorted(names, key=lambda n: (n in _theme.OTHER_NAMES, _theme.rank_of(n) if by == "category" else 0, -wide[n][at], n))
+    order = sorted(names, key=lambda n: (n == "other", n in _theme.OTHER_NAMES, _theme.rank_of(n) if by == "category" else 0, -wide[n][at], n))
     order = [n for n in order if wide[n].max() or by == "total"]
     columns = [wide[n].cast(pl.Int64).to_list() for n in order]
     small = max(int(totals[at]) // 300, 1)  # thinner than a pixel everywhere
-    own = [i for i, n in enumerate(order) if n not in _theme.OTHER_NAMES and max(columns[i]) >= small][: _SERIES - 1]
+    own = [i for i, n in enumerate(order) if n != "other" and max(columns[i]) >= small][: _SERIES - 1]
     if by not in ("category", "total") and len(own) < len(order):
         rest = [c for i, c in enumerate(columns) if i not in own]
-        order, columns = [order[i] for i in own] + ["other"], [columns[i] for i in own] + [[sum(v) for v in zip(*rest, strict=True)]]
+        order, columns = [order[i] for i in own], [columns[i] for i in own]
+        if any(map(any, rest)):
+            order, columns = [*order, "other"], [*columns, [sum(v) for v in zip(*rest, strict=True)]]
     return Stack(
         by,
         "time" if timed else "event",

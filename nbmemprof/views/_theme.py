@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nbmemprof.schema import CATEGORIES
 
-__all__ = ["CARD", "CATEGORY_COLOURS", "FAINT", "GRID", "INK", "LINE", "MARK", "MUTED", "OTHER", "SERIES_COLOURS", "colour", "word"]
+__all__ = ["CARD", "CATEGORY_COLOURS", "FAINT", "GRID", "INK", "LINE", "MARK", "MUTED", "OTHER", "OTHER_NAMES", "PLAIN", "SERIES_COLOURS", "colour", "word"]
 
 CATEGORY_COLOURS = {
     "weights": "#0072b2",
@@ -29,6 +29,8 @@ CATEGORY_COLOURS = {
 SERIES_COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#f0e442", "#5b3a8c")
 OTHER = "#c4c7cc"
 OTHER_NAMES = ("other", "unknown", "no stack")
+# words of the timeline analysis as they are shown
+PLAIN = {"(other)": "other", "(not known)": "no stack", "live": "allocated"}
 
 # A deliberate light card: an image can't see the page's theme, so it brings its own ground.
 CARD, INK, MUTED, FAINT, GRID = "#fcfcfb", "#1d2025", "#555b66", "#8a8f98", "#e4e5e8"
@@ -39,7 +41,9 @@ def colour(series: str, place: int = 0) -> str:
     """Colour of one series: fixed for a category, by place for others."""
     if series in CATEGORY_COLOURS:
         return CATEGORY_COLOURS[series]
-    return OTHER if series in OTHER_NAMES or series.startswith("other") else SERIES_COLOURS[place % len(SERIES_COLOURS)]
+    if series == "other":
+        return "#e1e3e6"
+    return OTHER if series in OTHER_NAMES else SERIES_COLOURS[place % len(SERIES_COLOURS)]
 
 
 def word(category: str) -> str:

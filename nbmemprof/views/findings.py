@@ -10,12 +10,13 @@ import polars as pl
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count
 from nbmemprof.views._facts import Device, Facts, facts
-from nbmemprof.views.svg import clean
+from nbmemprof.views.svg import middle
 
 __all__ = ["findings", "sentences"]
 
 _EACH = 3  # sentences of one sort
 _ALL = 12
+_LONG = 600  # characters of a sentence
 _LOUD_GAP = 0.25  # reserved this much above allocated is worth a sentence
 _MIN_GAP = 64 << 20
 _NEAR = 0.9  # of the capacity or limit
@@ -36,7 +37,7 @@ def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
     for general in (_dropped, _warnings, _unrecorded, _cost, _silent):
         said += general(known)
     said += known.notes
-    whole = [clean(s) for s in dict.fromkeys(said)]
+    whole = [middle(s, _LONG) for s in dict.fromkeys(said)]
     return whole if limit is None or len(whole) <= limit else [*whole[:limit], f"{limit} of {len(whole)} findings are shown; cap.to_html(path) has them all."]
 
 
@@ -57,7 +58,7 @@ def _ooms(known: Facts, device: Device) -> list[str]:
     frame = known.of(known.ask("oom"), device)
     said = []
     for row, cut in _some(frame, "out-of-memory errors"):
-        where = f" at {row['site']}" if row.get("site") else ""
+        where = f" at {middle(row['site'])}" if row.get("site") else ""
         free = row.get("device_free_bytes")
         text = f"Out of memory{where}: {format_bytes(row.get('requested_bytes'))} was asked for"
         text += f" while the device had {format_bytes(free)} free." if free is not None else "."
@@ -73,7 +74,7 @@ def _ooms(known: Facts, device: Device) -> list[str]:
 def _leaks(known: Facts, device: Device) -> list[str]:
     said = []
     for row, cut in _some(known.of(known.ask("leaks"), device), "growing lines"):
-        site, each = row.get("site") or "an unrecorded line", row.get("bytes_per_iteration")
+        site, each = middle(row.get("site") or "an unrecorded line"), row.get("bytes_per_iteration")
         total = f"{format_count(row.get('leak_count'))} blocks, {format_bytes(row.get('leak_bytes'))}"
         if each:
             text = f"{site} keeps {format_bytes(each)} more every iteration: {total} by the end."
@@ -91,7 +92,7 @@ def _kept(known: Facts, device: Device) -> list[str]:
     if not rows.height or not rows["end_bytes"][0]:
         return []
     return [
-        f"{format_bytes(kept)} stay allocated after this cell, most of it from {rows['site'][0]} ({format_bytes(rows['end_bytes'][0])}). Delete the names that hold it if you no longer need it."
+        f"{format_bytes(kept)} stay allocated after this cell, most of it from {middle(rows['site'][0])} ({format_bytes(rows['end_bytes'][0])}). Delete the names that hold it if you no longer need it."
     ]
 
 
@@ -136,7 +137,9 @@ def _top_site(known: Facts, device: Device) -> list[str]:
     row = rows.row(0, named=True)
     count = f" in {format_count(row['count'])} blocks" if row.get("count") else ""
     return [
-        f"At the peak {row['site']} held the most: {format_bytes(row['size_bytes'])}{count}, {row['size_bytes'] / device.peak:.0%} of all.".replace("%", " %")
+        f"At the peak {middle(row['site'])} held the most: {format_bytes(row['size_bytes'])}{count}, {row['size_bytes'] / device.peak:.0%} of all.".replace(
+            "%", " %"
+        )
     ]
 
 
@@ -150,23 +153,10 @@ def _dropped(known: Facts) -> list[str]:
     return said
 
 
-_WARNINGS: tuple[tuple[str, str], ...] = (
-    ("history truncated", "The beginning of the history is missing, so early allocations have no line of code. Record with a larger max_entries."),
-    ("no frames", "No call stacks were recorded, so memory can't be tied to lines. Record with stacks='python'."),
-    ("no events", "There is no history here, only the state at the end: no peak over time can be shown."),
-    ("time order", "Times in this file don't ascend; the order of its entries was used."),
-    ("inconsistent", "The file contradicts itself in places; its numbers may be off by what is named here."),
-    ("unknown", "The file has words that this version doesn't know; they are counted, not guessed."),
-    ("malformed", "Damaged rows were skipped."),
-)
-
-
 def _warnings(known: Facts) -> list[str]:
-    said: dict[str, str] = {}
-    for warning in map(str, known.meta.get("warnings") or []):
-        prefix, plain = next(((p, t) for p, t in _WARNINGS if warning.startswith(p)), ("", ""))
-        said.setdefault(warning if not prefix else f"{prefix}{warning}", f"{plain} ({warning})" if prefix else warning)
-    return list(said.values())
+    """What the source says about its input, as it says it; an empty capture's reason is its headline."""
+    texts = [str(w) for w in known.meta.get("warnings") or []]
+    return [w[:1].upper() + w[1:] + ("" if w.endswith((".", "!", "?")) else ".") for w in texts if w and not w.startswith("empty")]
 
 
 def _unrecorded(known: Facts) -> list[str]:

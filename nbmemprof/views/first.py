@@ -18,12 +18,13 @@ from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_time_us
 from nbmemprof.views import findings, pictures, text
 from nbmemprof.views._facts import Device, Facts, Stack, facts
-from nbmemprof.views.svg import Svg, clean
+from nbmemprof.views.svg import Svg, clean, middle
 
 __all__ = ["BUDGET_BYTES", "Mount", "bundle", "show"]
 
 BUDGET_BYTES = 80_000  # what one view may add to a saved notebook, text and HTML together
 _DEVICES = 4
+_CELL = 300  # characters of one table cell; to_html has all
 # points of a timeline, rows of a table, devices drawn: the first that fits the budget is taken
 _SIZES = ((500, 12, _DEVICES), (300, 10, _DEVICES), (160, 8, _DEVICES), (120, 6, 2), (80, 5, 1), (40, 3, 1))
 
@@ -89,7 +90,7 @@ def _plain(capture: Capture, rows: int) -> str:
 
 
 def _page(capture: Capture, known: Facts, points: int, rows: int, devices: int) -> str:
-    lines = [f"<p><strong>{_html(line)}</strong></p>" for line in text.headline(capture).split("\n")]
+    lines = [_headline(line) for line in text.headline(capture).split("\n")]
     said = findings.sentences(known)
     lines += ["<ul>", *(f"<li>{_html(s)}</li>" for s in said), "</ul>"] if said else []
     for device in known.devices[:devices]:
@@ -98,6 +99,11 @@ def _page(capture: Capture, known: Facts, points: int, rows: int, devices: int) 
     if len(known.devices) > devices:
         lines.append(f"<p>{devices} of {len(known.devices)} devices are drawn, those with the highest peaks; cap.to_html(path) has them all.</p>")
     return "\n".join(lines)
+
+
+def _headline(line: str) -> str:
+    peak, dot, rest = line.partition(" · ")
+    return f"<p><strong>{_html(peak)}</strong>{dot}{_html(rest)}</p>"
 
 
 def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator[str]:
@@ -121,7 +127,7 @@ def _img(svg: Svg, sentence: str) -> str:
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{_html(h)}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{_html(c)}</td>" for c in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{_html(middle(c, _CELL))}</td>" for c in row) + "</tr>" for row in rows)
     return f"<p>{_html(title)}</p><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 

@@ -10,7 +10,7 @@ import polars as pl
 from nbmemprof.units import format_bytes, format_time_us
 from nbmemprof.views import _theme, text
 from nbmemprof.views._facts import Device, Facts, Stack
-from nbmemprof.views.svg import Svg, clean, nice_step, shorten, text_width
+from nbmemprof.views.svg import Svg, clean, middle, nice_step, shorten, text_width
 
 __all__ = ["bounds", "breakdown", "sites", "ticks", "timeline"]
 
@@ -50,7 +50,7 @@ def _timeline_sentence(device: Device, stack: Stack) -> str:
     text_ += f", reserved {format_bytes(reserved)}" if reserved else ""
     text_ += f", {format_bytes(device.number('end_allocated_bytes'))} at the end."
     parts = [
-        f"{_theme.word(n)} {format_bytes(v[stack.top])}"
+        f"{_theme.word(middle(n))} {format_bytes(v[stack.top])}"
         for n, v in sorted(zip(stack.names, stack.values, strict=True), key=lambda s: -s[1][stack.top])
         if v[stack.top]
     ]
@@ -169,7 +169,7 @@ class _Frame:
             y += 17
             svg.line(x, y - 4, x + 10, y - 4, _theme.LINE, 1.6)
             svg.text(x + 15, y, "reserved, highest")
-            svg.text(WIDTH - 12, y, format_bytes(max(self.stack.reserved)), anchor="end", fill=_theme.MUTED)
+            svg.text(WIDTH - 12, y, format_bytes(self.device.number("peak_reserved_bytes") or max(self.stack.reserved)), anchor="end", fill=_theme.MUTED)
 
 
 def bounds(known: Facts, device: Device, used: int) -> list[tuple[int, str]]:
@@ -221,7 +221,7 @@ def _bars(title: str, rows: list[tuple[str, int, str]], height: int, width: int)
     room = (height - 34) // 26
     shown, cut = (rows, "") if len(rows) <= room else (rows[:room], f" ({room} of {len(rows)})")
     whole = sum(size for _, size, _ in rows)
-    sentence = f"{title}: " + ", ".join(f"{name} {format_bytes(size)} ({_percent(size / whole)})" for name, size, _ in shown[:8]) + cut + "."
+    sentence = f"{title}: " + ", ".join(f"{middle(name, 60)} {format_bytes(size)} ({_percent(size / whole)})" for name, size, _ in shown[:8]) + cut + "."
     svg = Svg(width, height, sentence)
     svg.text(12, 20, title + cut, size=13, bold=True)
     for i, (name, size, fill) in enumerate(shown):

@@ -13,7 +13,7 @@ from html import escape
 
 from nbmemprof.views import _theme
 
-__all__ = ["Svg", "clean", "nice_step", "shorten", "text_width"]
+__all__ = ["Svg", "clean", "middle", "nice_step", "shorten", "text_width"]
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,'DejaVu Sans',sans-serif"
 _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
@@ -58,6 +58,12 @@ def shorten(text: str, width: float, size: float) -> str:
     while head + tail > 2 and text_width(text[:head] + "…" + text[len(text) - tail :], size) > width:
         head, tail = (head - 1, tail) if head * 3 > tail * 2 else (head, tail - 1)
     return text[:head] + "…" + text[len(text) - tail :]
+
+
+def middle(text: object, length: int = 48) -> str:
+    """Cut the middle out of text of more than ``length`` characters, for sentences; tables have it whole."""
+    whole = clean(text)
+    return whole if len(whole) <= length else whole[: length * 2 // 5] + "…" + whole[len(whole) - (length - length * 2 // 5 - 1) :]
 
 
 def nice_step(span: float, ticks: int) -> float:

@@ -11,7 +11,7 @@ from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count, format_time_us
 from nbmemprof.views import _theme, findings
 from nbmemprof.views._facts import Device, Facts, facts
-from nbmemprof.views.svg import clean, text_width
+from nbmemprof.views.svg import clean, middle, text_width
 
 __all__ = ["device_line", "empty_reason", "headline", "report", "tables"]
 
@@ -76,7 +76,7 @@ def _made_of(device: Device) -> str:
     if device.by == "total":
         return "what it is for: unknown"
     unit = format_bytes(device.peak).rpartition(" ")[2]
-    shown = [f"{_theme.word(clean(n))} {_in(b, unit)}" for n, b in rows[:_PARTS]]
+    shown = [f"{_theme.word(middle(n))} {_in(b, unit)}" for n, b in rows[:_PARTS]]
     more = ", …" if len(rows) > _PARTS else ""
     return ("at the peak " if device.by == "site" else "") + ", ".join(shown) + more
 
@@ -101,17 +101,24 @@ def origin(meta: dict[str, Any]) -> str:
 def empty_reason(known: Facts) -> str:
     """Why there is nothing to see, and what to do."""
     meta = known.meta
+    if meta.get("source") == "none":  # nothing recorded: either torch never came, or recording was not possible
+        said = "; ".join(clean(w) for w in meta.get("warnings") or []) or "nothing was recorded"
+        return (
+            f"peak 0 B: {said.removeprefix('empty: ')}."
+            if said.startswith("empty: ")
+            else f"peak unknown: {said}. %memprof doctor says what can be recorded here."
+        )
     for warning in meta.get("warnings") or []:
         if warning.startswith(("empty", "no events")):
             return f"Nothing to show: {clean(warning)}"
     if known.silent:
-        return f"No memory was in use on {', '.join(known.silent)} in this capture. Profile a cell that creates tensors."
+        return f"peak 0 B: no memory was in use on {', '.join(known.silent)} in this capture. Profile a cell that creates tensors."
     if meta.get("source") == "torch_snapshot":
         return (
             "This snapshot holds no segments, blocks or events. Turn the history on before the code runs "
             "(torch.cuda.memory._record_memory_history()), then dump it again."
         )
-    return "No tensor memory was allocated in this cell, so there is nothing to show. Profile a cell that creates tensors; %memprof doctor says what can be recorded here."
+    return "peak 0 B: no tensor memory was allocated in this cell, so there is nothing to show. Profile a cell that creates tensors; %memprof doctor says what can be recorded here."
 
 
 # ---------------------------------------------------------------------- tables
@@ -208,7 +215,7 @@ def report(capture: Capture, top: int = 8) -> str:
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], widest: int = 60) -> list[str]:
     """Lay a table out in columns: text to the left, numbers to the right; long text loses its middle."""
-    body = [[_middle(c, widest) for c in row] for row in rows]
+    body = [[middle(c, widest) for c in row] for row in rows]
     right = [all(row[i][:1] in "0123456789–−" for row in body) for i in range(len(head))]
     widths = [max(_columns(r[i]) for r in [list(head), *body]) for i in range(len(head))]
 
@@ -217,10 +224,6 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], widest: int = 60
         return "  " + "  ".join(cells).rstrip()
 
     return [line(head), *(line(row) for row in body)]
-
-
-def _middle(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width * 2 // 5] + "…" + text[len(text) - (width - width * 2 // 5 - 1) :]
 
 
 def _columns(text: str) -> int:

@@ -1,1 +1,1 @@
-"""Charts: frame in, altair.Chart out."""
+"""Charts: frame in, altair.Chart out. Altair is imported when one is drawn."""
