@@ -88,7 +88,8 @@ def action_codes(action: pl.Series) -> npt.NDArray[np.int8]:
     table = np.full(int(known["number"].max() or 0) + 2, _follow.OTHER, np.int8)  # type: ignore[arg-type]
     for word, number in known.iter_rows():
         table[number] = _CODES.get(word, _follow.OTHER)
-    return table[physical.fill_null(len(table) - 1).to_numpy()]
+    codes: npt.NDArray[np.int8] = table[physical.fill_null(len(table) - 1).to_numpy()]
+    return codes
 
 
 def _groups(*frames: pl.DataFrame) -> list[tuple[Any, ...]]:
@@ -510,7 +511,7 @@ def blocks_at(capture: Capture, seq: int) -> pl.DataFrame:
     """Blocks as they were after the event ``seq`` (schema ``blocks``): live, pending, and the free gaps between them."""
     before = (pl.col("alloc_seq") <= seq) | pl.col("alloc_seq").is_null()
     held = capture.tables["allocations"].filter(before & ((pl.col("done_seq") > seq) | pl.col("done_seq").is_null()))
-    pending = (pl.col("free_seq") <= seq).fill_null(value=False)  # noqa: FBT003
+    pending = (pl.col("free_seq") <= seq).fill_null(value=False)
     state = pl.when(pending).then(pl.lit("active_pending_free")).otherwise(pl.lit("active_allocated")).cast(schema.dtypes("blocks")["state"])
     held = held.with_columns(state.alias("state"))
     segments = segments_at(capture, seq)
@@ -621,7 +622,8 @@ def _make_curves(capture: Capture) -> list[Curve]:
 def _position(seq: Array, wanted: Array) -> Array:
     """Where each wanted number stands in the ascending ``seq``; most captures number their events without gaps."""
     if len(seq) and seq[-1] - seq[0] == len(seq) - 1:
-        return wanted - seq[0]
+        shifted: Array = wanted - seq[0]
+        return shifted
     return np.searchsorted(seq, wanted)
 
 

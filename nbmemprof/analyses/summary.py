@@ -71,7 +71,7 @@ def _row(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
         "live_blocks": int((blocks["state"] == "active_allocated").sum()) if blocks.height else live.height,
         "segments": segments.height,
         "events": len(curve.seq),
-        "largest_free_bytes": int(blocks.filter((pl.col("state") == "inactive") & outside_pools)["size_bytes"].max() or 0) if on_device else None,  # type: ignore[call-overload]
+        "largest_free_bytes": _largest(blocks.filter((pl.col("state") == "inactive") & outside_pools)) if on_device else None,
         "unrecorded_bytes": int(live.filter(pl.col("alloc_seq").is_null())["size_bytes"].sum()),
         "unknown_events": sum(n for word, n in words.items() if word not in schema.ACTIONS),
         "unknown_state_bytes": int(by_state.get("unknown", 0)),
@@ -82,6 +82,10 @@ def _row(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
         "inexact_bytes": int(rows.filter(~pl.col("size_exact"))["size_bytes"].sum()),
         "origin": capture.meta["origin"],
     }  # fmt: skip
+
+
+def _largest(blocks: pl.DataFrame) -> int:
+    return int(blocks["size_bytes"].to_numpy().max(initial=0))
 
 
 def _words(capture: Capture, curve: heap.Curve) -> dict[Any, int]:

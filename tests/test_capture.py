@@ -1,0 +1,132 @@
+"""A capture is a value: complete, checked, saved and loaded without loss, refused when damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from strategies import Allocator, allocators, capture
+
+import nbmemprof as mp
+from nbmemprof import schema
+from nbmemprof.capture import Capture
+from nbmemprof.errors import InputRefused, SchemaError
+
+
+def small() -> Capture:
+    a = Allocator()
+    a.free(a.malloc(5000))
+    a.malloc(3 << 20)
+    return capture([a])
+
+
+def test_every_table_is_there_with_its_columns() -> None:
+    made = Capture.build({})
+    for name in schema.TABLES:
+        assert list(getattr(made, name).columns) == list(schema.TABLES[name])
+        assert made.tables[name].height == 0
+
+
+def test_a_wrong_column_is_refused_by_name_and_both_dtypes() -> None:
+    wrong = schema.empty("events").with_columns(pl.col("seq").cast(pl.Int32))
+    with pytest.raises(SchemaError, match=r"'seq'.*'events'.*Int32.*Int64"):
+        Capture.build({"events": wrong})
+
+
+def test_a_stray_column_is_refused_by_name() -> None:
+    with pytest.raises(SchemaError, match="no column 'size'"):
+        schema.fill("events", {"size": [1]})
+
+
+def test_an_unknown_attribute_names_the_tables() -> None:
+    with pytest.raises(AttributeError, match=r"no 'evnts'.*events"):
+        _ = small().evnts
+
+
+@given(made=allocators(max_ops=25))
+@settings(max_examples=15, deadline=None)
+def test_save_then_load_is_identity(tmp_path_factory: pytest.TempPathFactory, made: Allocator) -> None:
+    before = capture([made])
+    folder = tmp_path_factory.mktemp("saved")
+    assert mp.load(before.save(folder / "a.nbmem")) == before
+    assert mp.load(before.to_parquet(folder / "parquet")) == before
+
+
+def test_a_file_keeps_tables_that_its_reader_does_not_know(tmp_path: Path) -> None:
+    further = Capture.build(dict(small().tables.items()) | {"of_the_future": pl.DataFrame({"a": [1, 2]})}, **small().meta)
+    again = mp.load(mp.load(further.save(tmp_path / "a.nbmem")).save(tmp_path / "b.nbmem"))
+    assert again.of_the_future["a"].to_list() == [1, 2]
+
+
+def test_opening_reads_no_table_until_it_is_asked_for(tmp_path: Path) -> None:
+    again = mp.load(small().save(tmp_path / "a.nbmem"))
+    assert not any(again.tables.is_ready(name) for name in schema.TABLES)
+    assert again.events.height > 0
+    assert again.tables.is_ready("events")
+
+
+def test_saving_leaves_no_part_behind_and_bytes_load_too(tmp_path: Path) -> None:
+    path = small().save(tmp_path / "a.nbmem")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.nbmem"]
+    assert mp.load(path.read_bytes()) == small() == mp.load(path.open("rb")) == mp.load(str(path))
+
+
+def rewritten(path: Path, changes: dict[str, bytes | None]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            data = changes.get(name, old.read(name))
+            if data is not None:
+                new.writestr(name, data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"meta.json": None}, "without meta.json"),
+        ({"meta.json": b"{"}, "meta.json is damaged"),
+        ({"meta.json": b"[" * 100_000}, "meta.json is damaged"),
+        ({"meta.json": b"{}"}, "not a capture's"),
+        ({"meta.json": json.dumps({"schema": 99, "meta": {}}).encode()}, "schema version 99"),
+        ({"meta.json": json.dumps({"schema": 1, "meta": {"origin": "invented"}}).encode()}, "'invented'"),
+        ({"events.arrow": None}, "lacks the table 'events'"),
+        ({"events.arrow": b"ARROW1"}, "'events' can't be read"),
+        ({"events.arrow": b""}, "'events' can't be read"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_part(tmp_path: Path, changes: dict[str, bytes | None], says: str) -> None:
+    data = rewritten(small().save(tmp_path / "a.nbmem"), changes)
+    with pytest.raises(InputRefused, match=says):
+        mp.load(data).events  # noqa: B018 - reading it is the point
+
+
+def test_a_member_that_holds_another_table_is_refused(tmp_path: Path) -> None:
+    path = small().save(tmp_path / "a.nbmem")
+    with zipfile.ZipFile(path) as archive:
+        stacks = archive.read("stacks.arrow")
+    with pytest.raises(InputRefused, match="'events' can't be read"):
+        mp.load(rewritten(path, {"events.arrow": stacks})).events  # noqa: B018
+
+
+def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.nbmem"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("meta.json", "{}" + " " * 1_000_000)
+    with pytest.raises(InputRefused, match="not stored"):
+        mp.load(path)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for given_, says in [(tmp_path / "none.nbmem", "can't be opened"), (tmp_path, "no meta.json"), (3, "int is not something to load"), (io.StringIO("text"), "mode 'rb'")]:
+        with pytest.raises(InputRefused, match=says):
+            mp.load(given_)
+
+
+def test_the_short_repr_counts_rows() -> None:
+    assert "events 6, allocations 2" in repr(small())
