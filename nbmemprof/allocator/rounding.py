@@ -25,7 +25,7 @@ def divisions_of(settings: Mapping[str, Any] | None) -> list[int]:
     found = [0] * BUCKETS
     if isinstance(table, Mapping):
         for key, value in table.items():
-            if str(key).isdigit() and isinstance(value, int) and 0 < int(key) <= 1 << 15 and value > 0:
+            if str(key).isdigit() and isinstance(value, int) and 0 < int(key) <= 1 << 15 and 0 < value <= 1 << 20:
                 found[int(key).bit_length() - 1] = value
     return found
 
