@@ -156,6 +156,7 @@ class _Group:
         self.size = _int64(self.events["requested_bytes"])
         self.stream = _int64(self.events["stream"])
         self.warnings: list[str] = []
+        self._check_the_picture()
         self.opening = schema.empty("blocks")
         self.universe = np.unique(self.addr)
         self.where = np.searchsorted(self.universe, self.addr).astype(np.int32)
@@ -181,6 +182,30 @@ class _Group:
         event_sizes = np.where(self.ev_row >= 0, self.row_size[np.maximum(self.ev_row, 0)], -1) if len(self.row_size) else np.full(n, -1)
         sizes[slice(None) if self.rows is None else self.rows] = event_sizes
         return self._frame(requested)
+
+    def _check_the_picture(self) -> None:
+        """Blocks must tile their segments, and the segments' own sums must be those of their blocks."""
+        if self.segments.is_empty():
+            return
+        blocks = self.blocks.filter(pl.col("size_bytes") > 0).sort("addr")
+        end = pl.col("addr").cast(pl.Int128) + pl.col("size_bytes")
+        overlapping = blocks.select((end > pl.col("addr").cast(pl.Int128).shift(-1)).sum()).item()
+        if overlapping:
+            self._warn(f"inconsistent: {format_count(overlapping)} blocks{self._place()} overlap the block after them; sums of blocks count such bytes twice.")
+        shared = self.segments.sort("addr").select((end > pl.col("addr").cast(pl.Int128).shift(-1)).sum()).item()
+        if shared:
+            self._warn(f"inconsistent: {format_count(shared)} segments{self._place()} overlap the segment after them.")
+        state = pl.col("state").cast(pl.String)
+        sums = self.blocks.group_by("segment_addr").agg(
+            pl.col("size_bytes").sum().alias("tiled"), pl.col("size_bytes").filter(state == "active_allocated").sum().alias("live"), (state == "unknown").any().alias("odd")
+        )
+        both = self.segments.join(sums, left_on="addr", right_on="segment_addr", how="left").with_columns(pl.col("tiled", "live").fill_null(0))
+        untiled = both.filter(pl.col("tiled") != pl.col("size_bytes")).height
+        if untiled:
+            self._warn(f"inconsistent: in {format_count(untiled)} of {format_count(both.height)} segments{self._place()} the blocks do not add up to the segment's size; reserved is the segments' sum, live the blocks'.")
+        wrong = both.filter((pl.col("live") != pl.col("allocated_bytes")) & ~pl.col("odd").fill_null(value=False)).height
+        if wrong:
+            self._warn(f"inconsistent: {format_count(wrong)} of {format_count(both.height)} segments{self._place()} tell another allocated size than their live blocks have; the blocks are believed.")
 
     def _pair(self) -> None:
         n = len(self.act)

@@ -103,3 +103,27 @@ def test_host_memory_has_no_segments_and_keeps_its_requested_size() -> None:
     only = {"events": host.events.filter(pl.col("action").cast(pl.String) == "alloc"), "segments": schema.empty("segments")}
     assert build(host, **only).allocations["size_bytes"].to_list() == [1024]  # a final block's own size
     assert heap.build(only, source="test").allocations["size_bytes"].to_list() == [1000]
+
+
+def picture(**changes: pl.Expr) -> list[str]:
+    """Warnings for a picture of two live blocks and a hole whose columns were changed."""
+    a = Allocator()
+    a.malloc(1000)
+    a.malloc(3000)
+    made = capture([a])
+    changed = {name: made.tables[name].with_columns(**{c: e for c, e in changes.items() if c in made.tables[name].columns}) for name in ("segments", "blocks")}
+    return heap.build(changed, source="test").meta["warnings"]
+
+
+def test_a_sound_picture_has_no_warning() -> None:
+    assert picture() == []
+
+
+def test_blocks_that_overlap_are_said() -> None:
+    said = picture(requested_bytes=pl.col("requested_bytes"), addr=pl.when(pl.col("addr") == pl.col("addr").max()).then(pl.col("addr") - 512).otherwise("addr"))
+    assert any("overlap the block after" in w for w in said)
+
+
+def test_sums_that_do_not_match_are_said() -> None:
+    assert any("tell another allocated size" in w for w in picture(allocated_bytes=pl.col("allocated_bytes") + 512))
+    assert any("do not add up" in w for w in picture(state=pl.col("state"), size_bytes=pl.col("size_bytes") + 512))
