@@ -1,0 +1,489 @@
+"""Record what torch's CUDA allocator does, by its own history.
+
+Our options when nobody records; when the user records already, his history is read and never touched.
+Peak counters are never reset. While the cell runs a thread reads the counters every 50 ms and takes the
+bounded history before it is written over (:mod:`nbmemprof.sources._cuda_ring`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from nbmemprof import heap, schema
+from nbmemprof.capture import Capture
+from nbmemprof.errors import NotRecording
+from nbmemprof.flags import Flag
+from nbmemprof.sources import _nvml
+from nbmemprof.sources._cuda_api import Cuda, unavailable
+from nbmemprof.sources._cuda_ring import Ring, Track
+from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
+from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals
+from nbmemprof.units import format_bytes, format_count
+
+__all__ = ["FLAGS", "Mark", "TorchHistory", "picture", "source", "unavailable"]
+
+FLAGS: list[Flag] = []
+
+_POLL_SECONDS = 0.05
+# Bytes that an entry takes in the ring and, while it is read, as Python objects; measured on an H200, torch 2.11.
+_ENTRY_BYTES = {"none": 900, "python": 1400, "all": 2400}
+_KEPT_BYTES = 64  # an event that is kept as columns
+_BARE_EVENT_US = 0.4  # an entry without a stack (measured likewise); two of three entries take a stack
+_STACKS_PER_EVENT = 2 / 3
+
+
+def source() -> TorchHistory:
+    """Return a fresh recorder."""
+    return TorchHistory()
+
+
+def picture() -> Capture:
+    """Segments and blocks of torch's CUDA allocator now; needs no history.
+
+    Raises
+    ------
+    NotRecording
+        Where CUDA has not begun in this process, or the allocator has no picture to give.
+    """
+    reason = unavailable()
+    cuda = Cuda() if reason is None else None
+    if cuda is not None and not cuda.initialized():
+        reason = "CUDA has not been used in this process"
+    elif cuda is not None:
+        reason = cuda.no_history()
+    if cuda is None or reason is not None:
+        raise NotRecording(f"There is no picture of CUDA memory: {reason}. Allocate something on the device first, or see mp.stats().")
+    stacks, found = Stacks(), cuda.picture()
+    segments, blocks = heap_frames(found, stacks, FINAL_ID)
+    meta = _facts(cuda, {d: Reading.of(cuda.stats(d)) for d in cuda.devices()}, found.get("allocator_settings"))
+    tables = {"segments": segments, "blocks": blocks, "stacks": stacks.frame(pl.concat([segments["stack_id"], blocks["stack_id"]]))}
+    return heap.build(tables, **meta, warnings=["no events: a picture has only what is there now. Record with %%memprof or mp.record()."])
+
+
+@dataclass
+class Mark:
+    """A position in the recording."""
+
+    clock_us: float
+    positions: dict[int, int] = field(default_factory=dict)
+    readings: dict[int, Reading] = field(default_factory=dict)
+    known: dict[int, bool] = field(default_factory=dict)  # whether a counter's peak can be told apart from here
+    seconds: float = 0.0
+
+
+class TorchHistory:
+    """The source ``torch_history``; see :class:`nbmemprof.sources.Source`."""
+
+    name = "torch_history"
+
+    def __init__(self, cuda: Any = None, clock: Callable[[], float] = time.time) -> None:
+        self._cuda, self._clock = cuda, clock
+        self._ring: Ring | None = None
+        self._made: Capture | None = None
+        self._mode = "waiting"  # for CUDA to begin; then own, borrowed, or counters
+        self._why = ""
+        self._emptied: list[tuple[float, dict[int, int], float | None]] = []  # empty_cache: clock, positions before it, end
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stack_us: float | None = None
+        self._notes: list[str] = []
+        self._inside = threading.local()
+
+    # ------------------------------------------------------------------ the protocol
+    def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
+        """Begin recording, or wait for CUDA to begin: no context is made for a cell that uses none."""
+        self._cuda = self._cuda or Cuda()
+        self._stacks, self._cell = stacks, cell
+        self._entries = max(ring_bytes // _ENTRY_BYTES.get(stacks, _ENTRY_BYTES["python"]), 1000)
+        self._keep = min(max(ring_bytes // 4 // _KEPT_BYTES, 1000), 1_000_000)
+        self._start = Mark(self._clock() * 1e6)
+        if self._cuda.initialized():
+            self._begin()
+        else:
+            self._cuda.on_init(self._begin_late)
+
+    def mark(self) -> Mark:
+        """The position now (well below a millisecond)."""
+        mark = Mark(self._clock() * 1e6)
+        if self._ring is not None:
+            mark.positions = self._ring.read()
+            mark.readings = {d: t.now for d, t in self._ring.tracks.items()}
+            mark.seconds = self._ring.seconds
+        return mark
+
+    def cut(self, since: Mark) -> Capture:
+        """What happened from a mark until now; recording goes on."""
+        return self._capture(since)
+
+    def stop(self) -> Capture:
+        """Everything since the start; history, hooks and thread are as before. A second call gives the same."""
+        if self._made is None:
+            try:
+                self._made = self._capture(self._start)
+            finally:
+                self._end()
+        return self._made
+
+    # ------------------------------------------------------------------ begin and end
+    def _begin_late(self) -> None:
+        try:
+            self._begin()
+        except Exception as error:  # called by torch while CUDA begins: must not stop it
+            self._notes.append(f"recording was not possible: {error or type(error).__name__}")
+
+    def _begin(self) -> None:
+        cuda = self._cuda
+        self._why = cuda.no_history() or ""
+        self._mode = "counters" if self._why else "borrowed" if cuda.history_on() else "own"
+        ring = Ring(cuda, self._entries, self._keep, own=self._mode == "own", rearm=self._rearm, clock=self._clock)
+        ring.begin()
+        if self._mode == "own":
+            if self._stacks != "none":
+                self._stack_us = cuda.stack_cost_us(self._stacks == "all")
+            self._rearm(clear=False)
+        self._ring = ring
+        self._start.positions = dict.fromkeys(ring.tracks, 0)
+        self._start.readings = {d: t.start for d, t in ring.tracks.items()}
+        before, after = self._before_empty, self._after_empty
+        cuda.watch(
+            {
+                "_cuda_emptyCache": before,
+                "_accelerator_emptyCache": before,
+                "_cuda_resetPeakMemoryStats": lambda *_: ring.before_reset(),
+                "_accelerator_resetPeakStats": lambda *_: ring.before_reset(),
+                "_cuda_resetAccumulatedMemoryStats": lambda *_: ring.before_reset(),
+                "_accelerator_resetAccumulatedStats": lambda *_: ring.before_reset(),
+                "_cuda_record_memory_history": self._before_user,
+            },
+            {
+                "_cuda_emptyCache": after,
+                "_accelerator_emptyCache": after,
+                "_cuda_resetPeakMemoryStats": lambda *_: ring.after_peak_reset(),
+                "_accelerator_resetPeakStats": lambda *_: ring.after_peak_reset(),
+                "_cuda_resetAccumulatedMemoryStats": lambda *_: ring.after_count_reset(),
+                "_accelerator_resetAccumulatedStats": lambda *_: ring.after_count_reset(),
+                "_cuda_record_memory_history": self._after_user,
+            },
+        )
+        self._thread = threading.Thread(target=self._poll, name="nbmemprof-poll", daemon=True)
+        self._thread.start()
+
+    def _rearm(self, *, clear: bool = True) -> None:
+        self._inside.now = True
+        try:
+            self._cuda.record(self._stacks, self._entries, clear=clear)
+        finally:
+            self._inside.now = False
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._cuda.forget(self._begin_late)
+        self._cuda.unwatch()
+        if self._mode == "own":
+            self._cuda.stop()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    def _poll(self) -> None:
+        ring = self._ring
+        while ring is not None and not self._stop.wait(_POLL_SECONDS):
+            try:
+                if self._mode == "counters":
+                    ring.read()
+                    ring.watch_counters()
+                else:
+                    ring.poll()
+            except Exception as error:  # the cell goes on without it
+                ring.trouble.append(f"inconsistent: the history could not be followed while the cell ran ({type(error).__name__}: {error})")
+                return
+
+    # ------------------------------------------------------------------ what the user's code does
+    def _before_empty(self, *_: Any) -> None:
+        if self._ring is not None:
+            self._emptied.append((self._clock() * 1e6, self._ring.read(), None))
+
+    def _after_empty(self, *_: Any) -> None:
+        if self._ring is not None and self._emptied:
+            self._emptied[-1] = (*self._emptied[-1][:2], self._clock() * 1e6)
+
+    def _before_user(self, *_: Any) -> None:
+        """The user switches the history on or off himself: take what there is before torch clears it."""
+        if self._ring is not None and not getattr(self._inside, "now", False) and self._mode != "counters":
+            self._ring.take()
+
+    def _after_user(self, enabled: Any = None, *_: Any) -> None:
+        ring = self._ring
+        if ring is None or getattr(self._inside, "now", False) or self._mode == "counters":
+            return
+        with ring.lock:
+            if enabled is None:  # his recording is over and so was ours: go on
+                self._mode, ring.own = "own", True
+                self._rearm(clear=False)
+                ring.begin_anew(fresh=True)
+            else:
+                self._mode, ring.own = "borrowed", False
+                ring.begin_anew(fresh=False)
+                self._notes.append(_borrowed("the cell switched torch's allocator history on itself"))
+
+    # ------------------------------------------------------------------ the capture
+    def _capture(self, since: Mark) -> Capture:
+        ring, end_us = self._ring, self._clock() * 1e6
+        if ring is None:
+            note = "empty: CUDA was not used, so there is nothing of it to show"
+            return Capture.build({}, source=self.name, origin="measured", torch=self._cuda.versions()["torch"], versions=self._cuda.versions(), warnings=[*self._notes, note])
+        with ring.lock:
+            for device, track in ring.tracks.items():  # a mark made before CUDA began stands at its beginning
+                since.positions.setdefault(device, 0)
+                since.readings.setdefault(device, track.start)
+            if self._mode == "counters":
+                return self._of_counters(ring, since, end_us)
+            window = ring.take(clear=True)
+            ring.settle()
+            return _Assembly(self, ring, since, end_us, window).capture()
+
+    def _of_counters(self, ring: Ring, since: Mark, end_us: float) -> Capture:
+        ring.read()
+        ring.watch_counters()
+        samples = _poll_samples(ring, since.clock_us, end_us, ())
+        peaks = {}
+        for device, track in ring.tracks.items():
+            known = track.known_peaks()
+            seen = [r for r in ring.polls if r[1] == device and r[0] * 1e6 >= since.clock_us]
+            highest = [max((r[i] for r in seen), default=None) for i in (2, 3, 4)]
+            allocated, requested, reserved = (a if a is not None else b for a, b in zip(known, highest, strict=True))
+            peaks[str(device)] = {
+                "peak_allocated_bytes": allocated, "peak_requested_bytes": requested, "peak_reserved_bytes": reserved,
+                "time_us": None, "seq": None, "snapshot_id": None,
+            }  # fmt: skip
+        note = f"no events: {self._why}; torch's counters were read every {_POLL_SECONDS * 1e3:.0f} ms instead"
+        meta = _facts(self._cuda, {d: t.now for d, t in ring.tracks.items()}, None)
+        return Capture.build({"samples": samples}, **meta, peaks=peaks, counters=_counters(ring, since), recording=None, warnings=[*self._notes, note])
+
+
+class _Assembly:
+    """One capture out of the windows that the ring holds."""
+
+    def __init__(self, owner: TorchHistory, ring: Ring, since: Mark, end_us: float, last: Window) -> None:
+        self.owner, self.ring, self.since, self.end_us, self.last = owner, ring, since, end_us, last
+        self.warnings = [*owner._notes, *dict.fromkeys(ring.trouble)]
+
+    def capture(self) -> Capture:
+        ring, since = self.ring, self.since
+        events = pl.concat([w.events for w in ring.windows])
+        first = pl.DataFrame({"device": list(since.positions), "_first": list(since.positions.values())}, schema={"device": pl.Int64, "_first": pl.Int64})
+        if any(since.positions.values()):
+            events = events.join(first, on="device", how="left", maintain_order="left").filter(pl.col("index") > pl.col("_first")).drop("_first")
+        table = event_table(events, since.clock_us, self.owner._cell)
+        tables = {"events": table, "segments": self.last.segments, "blocks": self.last.blocks}
+        tables["marks"] = self._marks(events)
+        written = sum(t.taken - since.positions[d] for d, t in ring.tracks.items())
+        meta = _facts(self.owner._cuda, {d: t.now for d, t in ring.tracks.items()}, self.last.settings)
+        meta |= {"counters": _counters(ring, since), "recording": self._cost(written), "dropped": {}}
+        thinned = written > events.filter(pl.col("counted")).height
+        if thinned:
+            self._say_what_is_missing(written, events.height, meta)
+        if self.owner._mode == "borrowed" and not any("history" in n for n in self.owner._notes):
+            self.warnings.append(_borrowed("torch's allocator history was on already"))
+            if table.height and table["stack_id"].null_count() == table.height:
+                self.warnings.append("no frames: that history is recorded without call stacks")
+        made = heap.build(tables, **meta, warnings=self.warnings)
+        extra: dict[str, pl.DataFrame] = {}
+        if thinned:
+            extra = self._of_the_thinned(made)
+            made.tables.update(extra)
+        used = [made.tables[n][c] for n, c in (("events", "stack_id"), ("blocks", "stack_id"), ("segments", "stack_id"))]
+        if "thinned" in extra:
+            used.append(extra["thinned"]["stack_id"])
+        made.tables["stacks"] = ring.stacks.frame(pl.concat(used))
+        return made
+
+    def _marks(self, events: pl.DataFrame) -> pl.DataFrame:
+        ooms = events.filter(pl.col("action") == "oom")
+        start = self.since.clock_us
+        parts = [
+            schema.fill("marks", {"device": ooms["device"], "time_us": ooms["clock_us"] - start, "seq": ooms["seq"], "kind": "oom", "name": "out of memory", "value": ooms["free"].cast(pl.Float64)}, ooms.height)
+        ]
+        for clock, before, end in self.owner._emptied:
+            for device, position in before.items() if clock >= start else ():
+                seen = events.filter((pl.col("device") == device) & (pl.col("index") <= position))
+                columns = {"device": device, "time_us": clock - start, "end_us": end - start if end is not None else None, "kind": "empty_cache", "name": "torch.cuda.empty_cache()"}
+                parts.append(schema.fill("marks", columns | {"seq": seen["seq"].max() if seen.height else None}, 1))
+        return pl.concat(parts)
+
+    # ------------------------------------------------------------------ thinned events
+    def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:
+        ring = self.ring
+        meta["dropped"] = {"events": ring.lost, "events_thinned": written - kept - ring.lost}
+        if not ring.own:
+            self.warnings.append(f"history truncated: {format_count(kept)} of {format_count(written)} events are there; the user's recording keeps no more (its max_entries)")
+            return
+        self.warnings.append(
+            f"history truncated: the last {format_count(kept)} of {format_count(written)} events are kept whole (max_entries {format_count(ring.max_entries)}, ring_bytes); "
+            "of those before, the true peak with its blocks and a thin timeline"
+        )
+        if ring.lost:
+            self.warnings.append(f"history truncated: {format_count(ring.lost)} events were written over before they could be read; a peak among them may be missing. Give a larger ring_bytes.")
+
+    def _of_the_thinned(self, made: Capture) -> dict[str, pl.DataFrame]:
+        ring, start = self.ring, self.since.clock_us
+        older = [_from(w, start) for w in ring.thinned if _reaches(w, start)]
+        best = best_of(older, {})
+        self._compare_with_rest(made, best)
+        peaks, pictures = {}, []
+        for device, peak in best.items():
+            track = ring.tracks[device]
+            known = _since(track, self.since.readings[device])
+            numbers = [max(own, counter) if counter is not None else own for own, counter in zip((peak.allocated, peak.requested, peak.reserved), known, strict=True)]
+            if numbers[0] > peak.allocated:
+                made.meta["warnings"].append(f"inconsistent: torch's counter says that device {device} reached {format_bytes(numbers[0])}, the events {format_bytes(peak.allocated)}; the blocks are those of the latter")
+            peaks[str(device)] = {
+                "peak_allocated_bytes": numbers[0], "peak_requested_bytes": numbers[1], "peak_reserved_bytes": numbers[2],
+                "time_us": max(peak.clock_us - start, 0.0) if peak.clock_us is not None else None, "seq": peak.seq, "snapshot_id": PEAK_ID if peak.blocks is not None else None,
+            }  # fmt: skip
+            if peak.blocks is not None:
+                pictures.append(peak.blocks)
+        made.meta["peaks"] = peaks
+        covered = [(w.samples["time_us"].min(), w.samples["time_us"].max()) for w in older if w.samples.height]
+        kept_from = made.tables["events"]["time_us"].min() if made.tables["events"].height else self.end_us - start
+        thin = [w.samples.with_columns(pl.col("time_us") - start) for w in older if w.samples.height]
+        thin.append(_poll_samples(ring, start, start + float(kept_from), covered))  # type: ignore[arg-type]
+        totals = pl.concat([no_totals(), *(w.totals for w in older)])
+        return {
+            "samples": pl.concat(thin).filter(pl.col("time_us") >= 0).sort("time_us"),
+            "blocks": pl.concat([*pictures, made.tables["blocks"]]),
+            "thinned": totals.group_by("device", "stack_id").agg(pl.col("count").sum(), pl.col("requested_bytes").sum()),
+        }
+
+    def _compare_with_rest(self, made: Capture, best: dict[int, Peak]) -> None:
+        """Let the events that are kept whole take part: their peak has its place among them."""
+        for curve in heap.curves(made):
+            device, at = curve.key[1], curve.peak
+            tops = [max(s, int(v.max(initial=0))) for v, s in zip((curve.live, curve.requested, curve.reserved), curve.start, strict=True)]
+            when = float(curve.time_us[at]) + self.since.clock_us if at >= 0 else None
+            own = Peak(tops[0], tops[1], tops[2], when, int(curve.seq[at]) if at >= 0 else None)
+            old = best.get(device)
+            if old is not None and old.allocated >= own.allocated:
+                best[device] = Peak(old.allocated, max(old.requested, own.requested), max(old.reserved, own.reserved), old.clock_us, None, old.blocks)
+                continue
+            if at >= 0:
+                own.blocks = heap.blocks_at(made, int(curve.seq[at])).filter((pl.col("device") == device) & (pl.col("state") == "active_allocated")).with_columns(pl.lit(PEAK_ID, pl.Int64).alias("snapshot_id"))
+            old = old or own
+            best[device] = Peak(own.allocated, max(old.requested, own.requested), max(old.reserved, own.reserved), own.clock_us, own.seq, own.blocks)
+
+    def _cost(self, written: int) -> dict[str, Any]:
+        owner, seconds = self.owner, (self.end_us - self.since.clock_us) / 1e6
+        stack_us = owner._stack_us
+        each = None
+        if owner._mode == "own" and (owner._stacks == "none" or stack_us is not None):
+            each = _BARE_EVENT_US + (_STACKS_PER_EVENT * stack_us if stack_us is not None else 0.0)
+        drains = (self.ring.seconds - self.since.seconds) * 1e6
+        cost = written * each + drains if each is not None else None
+        fraction = cost / (seconds * 1e6) if cost is not None and seconds > 0 else None
+        text = "the recording is the user's own; its cost is not known" if owner._mode == "borrowed" else ""
+        if fraction is not None and each is not None:
+            text = f"recording cost at most {fraction:.1%} of the time: {format_count(written)} events at {each:.1f} µs (a call stack was timed here)"
+            text += f", {drains / 1e6:.1f} s to read the history in between" if drains else ""
+        return {
+            "seconds": seconds, "events": written, "cost_us": cost, "cost_fraction": fraction, "cost_text": text,
+            "stacks": owner._stacks if owner._mode == "own" else None, "mode": owner._mode, "max_entries": self.ring.max_entries if self.ring.own else None, "drains": self.ring.drains,
+        }  # fmt: skip
+
+
+def _reaches(window: Window, start_us: float) -> bool:
+    last = window.samples["time_us"].max()
+    return last is not None and float(last) >= start_us  # type: ignore[arg-type]
+
+
+def _from(window: Window, start_us: float) -> Window:
+    """The window as seen from a start that may lie within it: a peak before the start does not count."""
+    peaks = {}
+    for device, peak in window.peaks.items():
+        if peak.clock_us is None or peak.clock_us >= start_us:
+            peaks[device] = peak
+            continue
+        later = window.samples.filter((pl.col("device") == device) & (pl.col("time_us") >= start_us))
+        tops = [int(later.filter(pl.col("gauge") == g)["value"].max() or 0) for g in ("allocated_bytes", "requested_bytes", "reserved_bytes")]  # type: ignore[arg-type]
+        peaks[device] = Peak(tops[0], tops[1], tops[2])
+    return Window(window.events, window.segments, window.blocks, samples=window.samples, totals=window.totals, peaks=peaks)
+
+
+def _poll_samples(ring: Ring, start_us: float, end_us: float, covered: Any) -> pl.DataFrame:
+    """Readings of the counters for the time that no events cover."""
+    rows = [
+        (r[1], r[0] * 1e6 - start_us, gauge, float(r[i]))
+        for r in ring.polls
+        for gauge, i in (("allocated_bytes", 2), ("requested_bytes", 3), ("reserved_bytes", 4))
+        if start_us <= r[0] * 1e6 <= end_us and not any(lo <= r[0] * 1e6 <= hi for lo, hi in covered)
+    ]
+    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * 4
+    names = {"device": pl.Int64, "time_us": pl.Float64, "gauge": pl.String, "value": pl.Float64}
+    return schema.fill("samples", {"kind": "device", "source": "torch", "unit": "bytes"} | {n: pl.Series(n, columns[i], dtype=t) for i, (n, t) in enumerate(names.items())}, len(rows))
+
+
+def _borrowed(how: str) -> str:
+    return f"{how}: it is read, not changed, so stacks, number of entries and frees are as that recording has them"
+
+
+def _counters(ring: Ring, since: Mark) -> dict[str, dict[str, int | None]]:
+    found = {}
+    for device, track in ring.tracks.items():
+        begin, now = since.readings[device], track.now
+        risen = _since(track, begin)
+        found[str(device)] = {
+            "peak_allocated_bytes": risen[0], "peak_reserved_bytes": risen[2],
+            "start_allocated_bytes": begin.allocated, "start_reserved_bytes": begin.reserved,
+            "end_allocated_bytes": now.allocated, "end_reserved_bytes": now.reserved,
+        }  # fmt: skip
+    return found
+
+
+def _since(track: Track, begin: Reading) -> list[int | None]:
+    """Peaks of allocated, requested and reserved bytes since a reading, by torch's counters; None where an older peak hides it."""
+    if begin is track.start:
+        return track.known_peaks()
+    if track.reset:
+        return [None, None, None]
+    now, then = track.now, Track.begin(begin)
+    then.read(now)
+    return then.known_peaks()
+
+
+def _facts(cuda: Any, readings: dict[int, Reading], settings: dict[str, Any] | None) -> dict[str, Any]:
+    """What is known about devices, limits, configuration and versions."""
+    facts = {d: cuda.device_facts(d) for d in readings}
+    used = [d for d, r in readings.items() if r.reserved or r.events] or list(facts)[:1]
+    outside = {str(d): _outside(facts[d]["uuid"], readings[d].reserved, cuda) for d in used}
+    main = used[0] if used else None
+
+    def same(name: str) -> Any:
+        values = {facts[d][name] for d in used}
+        return values.pop() if len(values) == 1 else None
+
+    versions = cuda.versions()
+    return {
+        "source": "torch_history",
+        "origin": "measured",
+        "device": facts[main]["name"] if main is not None else None,
+        "capacity_bytes": same("capacity_bytes"),
+        "limit_bytes": same("limit_bytes"),
+        "devices": {str(d): facts[d] for d in used},
+        "conf": (settings or {}).get("PYTORCH_CUDA_ALLOC_CONF") or cuda.conf(),
+        "settings": settings,
+        "torch": versions["torch"],
+        "versions": versions,
+        "outside_bytes": outside if any(v is not None for v in outside.values()) else None,
+    }
+
+
+def _outside(uuid: str | None, reserved: int, cuda: Any) -> int | None:
+    held = cuda.process_bytes(uuid) if hasattr(cuda, "process_bytes") else _nvml.process_bytes(uuid)
+    return held - reserved if held is not None and held >= reserved else None
