@@ -14,10 +14,10 @@ import nbmemprof
 
 PACKAGE = ROOT / "nbmemprof"
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(PACKAGE.rglob("*.py"))}
-HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "IPython", "pynvml")
+HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "pynvml")
 
 # room -> the rooms that its modules may import from, at the top or inside a function
-GROUND = {"errors", "units", "_optional", "_jit", "_follow", "schema", "capture", "heap"}
+GROUND = {"errors", "units", "_optional", "_jit", "_torch_import", "_follow", "schema", "capture", "heap"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
@@ -25,6 +25,7 @@ ALLOWED = {
     "schema": {"errors"},
     "capture": {"errors", "units", "schema"},
     "_jit": {"errors", "_optional"},
+    "_torch_import": {"errors", "_optional"},
     "_follow": {"errors", "units", "_optional", "_jit", "schema"},
     "heap": GROUND - {"heap"} | {"allocator"},
     "allocator": GROUND | {"allocator"},
@@ -34,11 +35,12 @@ ALLOWED = {
     "views": GROUND | {"analyses", "views"},
     "stats": {"errors", "units", "_optional", "schema"},
     "recording": GROUND | {"sources", "flags"},
-    "verbs": GROUND | {"sources", "analyses", "views", "flags", "stats", "recording"},
+    "verbs": GROUND | {"verbs", "sources", "analyses", "views", "flags", "stats", "recording", ""},
     "magics": GROUND | {"sources", "analyses", "views", "verbs", "flags", "stats", "recording"},
 }
-# A capture shows, derives and reads itself for convenience: the call goes up, inside the function, and is listed here.
+# A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
 LAZY_UP = {
+    *((name, "nbmemprof.magics") for name in MODULES if name.startswith("nbmemprof.verbs.")),
     ("nbmemprof.capture", "nbmemprof.heap"),
     ("nbmemprof.capture", "nbmemprof.sources.torch_snapshot"),
     ("nbmemprof.capture", "nbmemprof.views.first"),
@@ -106,8 +108,8 @@ def test_an_import_the_wrong_way_is_seen(module, line):
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if room(name) == "analyses"])
-def test_analyses_need_polars_and_nothing_else(module):
-    outside = {target.split(".")[0] for target, _ in imports(MODULES[module].read_text())} - {"nbmemprof", "polars"}
+def test_analyses_need_polars_and_numpy_and_nothing_else(module):
+    outside = {target.split(".")[0] for target, _ in imports(MODULES[module].read_text())} - {"nbmemprof", "polars", "numpy"}
     assert outside <= set(sys.stdlib_module_names)
 
 
@@ -116,22 +118,25 @@ def test_heavy_packages_are_met_inside_functions(module):
     assert [target for target, top in imports(MODULES[module].read_text()) if top and target.split(".")[0] in HEAVY] == []
 
 
+def test_only_the_magics_know_ipython_when_imported():
+    assert [name for name, path in MODULES.items() if any(top and target.split(".")[0] == "IPython" for target, top in imports(path.read_text()))] == [
+        "nbmemprof.magics"
+    ]
+
+
 @pytest.mark.cost(3)
 def test_importing_everything_loads_nothing_heavy():
     """In a fresh process, with the heavy packages blocked, every module but the command line imports, and does so without them."""
     code = f"""
 import importlib, sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {HEAVY!r}:
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Block())
+for name in {HEAVY!r}:
+    sys.modules[name] = None  # an import of it raises
 import nbmemprof
 assert not [m for m in sys.modules if m.startswith("nbmemprof.")], "the package alone loads no module of its own"
 assert "polars" not in sys.modules
 for name in {[m for m in MODULES if not m.endswith("__main__")]!r}:
     importlib.import_module(name)
-loaded = [m for m in sys.modules if m.split(".")[0] in {HEAVY!r}]
+loaded = [m for m in sys.modules if m.split(".")[0] in {HEAVY!r} and sys.modules[m] is not None]
 assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

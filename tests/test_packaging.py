@@ -12,7 +12,7 @@ from support import ROOT
 
 KERNELS = sorted(path.name for path in (ROOT / "kernels").glob("*.cu"))
 BUNDLES = sorted(path.name for path in (ROOT / "nbmemprof" / "static").glob("*.js"))
-MODULES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "nbmemprof").rglob("*.py"))
+MODULES = sorted(str(path.relative_to(ROOT)) for ending in ("*.py", "*.js", "*.css", "*.html") for path in (ROOT / "nbmemprof").rglob(ending))
 
 
 def _build(source, out, *what):
