@@ -116,7 +116,7 @@ class Magics:
     def transform(self, lines: list[str]) -> list[str]:
         """Make the magic's line a comment, so that line numbers stay; drop it above another cell magic."""
         at = next((i for i, line in enumerate(lines) if line.strip()), None)
-        if at is None or _LINE.match(lines[at]) is None:
+        if at is None or _LINE.match(lines[at]) is None or _runs_silently():
             return lines
         cell = self._top()
         if cell is not None and cell.below:
@@ -321,6 +321,16 @@ def unload(shell: Any) -> None:
 
 def _say(text: str, file: Any = None) -> None:
     print(text, file=file)
+
+
+def _runs_silently() -> bool:
+    """Whether the shell is about to run this text without its events (``%run cells.ipy``): then the cell magic does it."""
+    frame, depth = sys._getframe(1), 0
+    while frame.f_back is not None and depth < 8:
+        frame, depth = frame.f_back, depth + 1
+        if frame.f_code.co_name == "_run_cell":
+            return bool(frame.f_locals.get("silent"))
+    return False
 
 
 def _find_line(raw: str | None) -> tuple[str | None, bool]:
