@@ -466,12 +466,17 @@ class _Start:
         return columns[:, 0].copy(), columns[:, 1].copy(), columns[:, 2].copy(), np.asarray(tight, np.int64)
 
 
+def _signed(addr: int) -> int:
+    """An address as the int64 of the same bits, which is what arrays of addresses hold here."""
+    return addr - (1 << 64) if addr >= 1 << 63 else addr
+
+
 def _walk_back(segments: pl.DataFrame, act: Array, addr: Array, size: Array, stream: Array) -> list[tuple[int, int, bool, int]]:
     """Segments before the first of these events: (addr, size, expandable, stream). Undoes the events from last to first."""
     here: dict[int, tuple[int, bool, int]] = {}
     for a, s, expandable, line in segments.select("addr", "size_bytes", "is_expandable", "stream").iter_rows():
         if s:
-            here[int(a)] = (int(s), bool(expandable), int(line or 0))
+            here[_signed(int(a))] = (int(s), bool(expandable), int(line or 0))
     for i in np.flatnonzero((act >= _follow.SEGMENT_ALLOC) & (act <= _follow.UNMAP))[::-1].tolist():
         a, s, line = int(addr[i]), int(size[i]), int(stream[i])
         match act[i]:
@@ -517,7 +522,7 @@ def segments_at(capture: Capture, seq: int) -> pl.DataFrame:
             "segments",
             {
                 "rank": key[0], "device": key[1], "kind": key[2], "source": "torch", "snapshot_id": 0,
-                "addr": pl.Series([m[0] for m in made], dtype=pl.UInt64), "size_bytes": pl.Series([m[1] for m in made], dtype=pl.Int64),
+                "addr": pl.Series([m[0] % (1 << 64) for m in made], dtype=pl.UInt64), "size_bytes": pl.Series([m[1] for m in made], dtype=pl.Int64),
                 "stream": pl.Series([m[3] for m in made], dtype=pl.Int64), "is_expandable": pl.Series([m[2] for m in made], dtype=pl.Boolean),
             },
             len(made),
@@ -619,7 +624,7 @@ def _make_curves(capture: Capture) -> list[Curve]:
         mine = events if index is None else events[index]
         act = codes if index is None else codes[index]
         seq = mine["seq"].to_numpy()
-        own = rows if len(_groups(rows)) == 1 else _of(rows, key)
+        own = rows if _groups(rows) == [key] else _of(rows, key)
         size, requested = _int64(own["size_bytes"]), _int64(own["requested_bytes"])
         live, asked = np.zeros(len(seq), np.int64), np.zeros(len(seq), np.int64)
         start_live = start_asked = 0
