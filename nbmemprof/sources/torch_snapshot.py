@@ -153,7 +153,7 @@ def _capture(file: File, name: str, meta: dict[str, Any], warnings: list[str] | 
     stacks = reader.stacks(tables)
     reader.judge(tables, stacks)
     settings = file.top("allocator_settings")
-    settings = {str(key): value for key, value in settings.items()} if isinstance(settings, Mapping) else {}
+    settings = _settings(settings) if isinstance(settings, Mapping) else {}
     conf = settings.get("PYTORCH_CUDA_ALLOC_CONF", settings.get("PYTORCH_ALLOC_CONF"))
     known: dict[str, Any] = {
         "origin": "measured", "source": "torch_snapshot", "conf": conf if isinstance(conf, str) else None, "settings": settings, "start_unix_us": reader.start,
@@ -195,7 +195,7 @@ class _Reader:
         has_addr = ((addr_status == OK) & (addr >= 0)) | (addr_status == WIDE)
         has_size = (size_status == OK) & (size >= 0) & (size < _SIZE_LIMIT)
         of_heap = np.array([*(word in _HEAP_ACTIONS for word in words), False, False])[action]
-        good = (~of_heap | (has_addr & has_size)) & (action != -2)
+        good = (~of_heap | (has_addr & has_size & _fits(addr, size))) & (action != -2)
         self._malformed("events", rows.strays, int((~good).sum()), rows.count)
         stream, stream_status = rows.ints("stream")
         time, time_status = rows.ints("time_us")
@@ -281,6 +281,7 @@ class _Reader:
         good = ((addr_status == OK) & (addr >= 0)) | (addr_status == WIDE)
         good &= (device_status == MISSING) | ((device_status == OK) & (device >= 0))
         good &= (total_status == MISSING) | ((total_status == OK) & (total >= 0) & (total < _SIZE_LIMIT))
+        good &= _fits(addr, total)
         self._malformed("segments", rows.strays, int((~good).sum()), rows.count)
         keep = block.good & good[parent]
         self._malformed("blocks", children.strays, int((~keep).sum()), children.count)
@@ -454,6 +455,7 @@ class _Blocks:
         first = first_of_each(parent)
         offset = begin - np.repeat(begin[first], np.diff(np.append(first, len(parent))))
         self.addr = np.where(addr_status == MISSING, segment_addr[parent] + offset, addr)
+        self.good &= _fits(self.addr, size)
         self.state = np.array([*(_STATES.get(word, 3) for word in self.words), 3, 3], np.int8)[self.word]
         lacking = latest[(requested_status[block[latest]] == MISSING) & (real_status[latest] == OK)]
         requested[block[lacking]] = real[lacking]
@@ -466,10 +468,27 @@ class _Blocks:
 
 
 # ---------------------------------------------------------------------- small things
+def _settings(found: Mapping[Any, Any], depth: int = 4) -> dict[str, Any]:
+    """Texts, flags, sensible numbers and dicts of them."""
+    kept: dict[str, Any] = {}
+    for key, value in list(found.items())[:1000]:
+        if isinstance(value, Mapping):
+            kept[str(key)] = _settings(value, depth - 1) if depth else {}
+        elif value is None or isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and abs(value) < 1 << 53):
+            kept[str(key)] = value
+    return kept
+
+
 def _traces(device: Ints) -> list[tuple[int, int, int]]:
     """(device, first row, end) of each trace."""
     first = first_of_each(device).tolist()
-    return [(int(device[lo]), lo, hi) for lo, hi in zip(first, [*first[1:], len(device)], strict=True)]
+    return [(int(device[lo]), lo, hi) for lo, hi in zip(first, [*first[1:], len(device)], strict=False)]
+
+
+def _fits(addr: Ints, size: Ints) -> Array:
+    """Whether a range ends before the numbers do (addresses from 2**63 on are negative here)."""
+    fits: Array = addr <= np.iinfo(np.int64).max - np.maximum(size, 0)
+    return fits
 
 
 def _known(values: Array, known: Array) -> pl.Series:
