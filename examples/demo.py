@@ -2,7 +2,7 @@
 
     python examples/demo.py
 
-Uses the GPU where torch finds one, else the CPU. Public names only: copy what you need.
+Uses the GPU where torch finds one, else the CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import nbmemprof as mp
 from nbmemprof.units import format_bytes
+from nbmemprof.views.text import headline
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOT = ROOT / "notebooks" / "data" / "h200_gpt2_small_batch4.pickle.gz"
@@ -65,8 +66,8 @@ def text(names: tuple[str, ...] = ("argparse.py", "inspect.py", "typing.py")) ->
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
-def train(device: torch.device, batch: int, length: int = 256) -> None:
-    """A few full training steps."""
+def train(device: torch.device, batch: int, length: int = 256) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A few full training steps; returns what stays alive after them."""
     data = text()
     model = SmallGPT(length=length).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -78,17 +79,14 @@ def train(device: torch.device, batch: int, length: int = 256) -> None:
         optimizer.step()
         optimizer.zero_grad()
         print(f"      step {step + 1}/{STEPS}  loss {loss.item():.3f}", flush=True)
+    return model, optimizer
 
 
 def tell(capture: mp.Capture, page: Path) -> None:
-    """Headline, a row a device, and the report."""
-    for row in mp.summary(capture).iter_rows(named=True):
-        where = "host memory" if row["device"] is None else f"device {row['device']}"
-        reserved = "" if row["peak_reserved_bytes"] is None else f" (reserved {format_bytes(row['peak_reserved_bytes'])})"
-        print(f"      {where}: peak {format_bytes(row['peak_allocated_bytes'])}{reserved}, kept {format_bytes(row['end_allocated_bytes'])}, {row['events']} events")
-    sites = mp.sites(capture, top=3)
-    for row in sites.iter_rows(named=True):
-        print(f"        {format_bytes(row['size_bytes']):>10} at the peak from {row['site'] or 'unknown'}")
+    """Headline, what the peak consists of, and the report."""
+    print(f"      {headline(capture)}")
+    for row in mp.breakdown(capture).head(5).iter_rows(named=True):
+        print(f"      {format_bytes(row['size_bytes']):>10}  {row['category']}")
     capture.to_html(page)
     print(f"      report: {page.relative_to(ROOT)} ({format_bytes(page.stat().st_size)})", flush=True)
 
@@ -103,7 +101,7 @@ def main() -> int:
     what = torch.cuda.get_device_name() if gpu else "the CPU (no GPU here: CPU tensors are recorded instead)"
     print(f"[1/2] training a small transformer on {what} …", flush=True)
     with mp.record() as rec:
-        train(device, batch=64 if gpu else 8)
+        kept = train(device, batch=64 if gpu else 8)  # noqa: F841 - alive until the recording ends, as in a notebook
     tell(rec.capture, OUT / "demo_training.html")
     print("[2/2] opening a snapshot recorded on an H200: GPT-2 small, three training steps …", flush=True)
     tell(mp.load(SNAPSHOT), OUT / "demo_h200.html")
