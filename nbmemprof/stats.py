@@ -75,7 +75,7 @@ def stats(stats: Mapping[str, Any] | None = None, *, device: int | None = None) 
         for ordinal in range(torch.cuda.device_count()) if device is None else (device,):
             counters = _flat(torch.cuda.memory_stats(ordinal))
             if device is not None or counters.get("reserved_bytes.all.peak"):
-                rows += _device_rows(ordinal, counters, _picture(ordinal))
+                rows += _device_rows(ordinal, counters, _picture(torch, ordinal))
     elif device is not None:
         raise NbmemprofError(f"Device {device} has no counters: CUDA has not been used in this process. Allocate something on it first.")
     return _frame(rows)
@@ -98,8 +98,7 @@ def _device_rows(device: int, counters: Mapping[str, Any], picture: Mapping[str,
     for name, value in counters.items():
         if not isinstance(value, int):
             continue
-        unit, meaning = _meaning(name)
-        yield device, name, None if name == "max_split_size" and value < 0 else value, unit, meaning
+        yield device, name, None if name == "max_split_size" and value < 0 else value, *_meaning(name)
 
 
 def _meaning(name: str) -> tuple[str | None, str]:
@@ -145,28 +144,30 @@ def _derived(counters: Mapping[str, Any], picture: Mapping[str, int] | None) -> 
 _PAGES = {"small": 2 << 20, "large": 20 << 20}
 
 
-def _picture(device: int) -> dict[str, int] | None:
+def _picture(torch: Any, device: int) -> dict[str, int] | None:
     """Segments, and free bytes that empty_cache() could not give back, from the heap as it is now."""
-    from nbmemprof.errors import NotRecording
-    from nbmemprof.sources import torch_history
-
-    try:
-        capture = torch_history.picture()
-    except NotRecording:
+    if torch.cuda.get_allocator_backend() != "native":
         return None
-    segments = capture.tables["segments"].filter(pl.col("device") == device)
-    blocks = capture.tables["blocks"].filter((pl.col("device") == device) & (pl.col("state") == "inactive"))
-    whole = {a: (s, bool(e)) for a, s, e in segments.select("addr", "size_bytes", "is_expandable").iter_rows()}
-    pinned = 0
-    for owner, addr, size, pool in blocks.select("segment_addr", "addr", "size_bytes", "pool").iter_rows():
-        total, expandable = whole.get(owner, (0, False))
-        if not expandable:
-            pinned += size if size < total else 0
-            continue
-        page = _PAGES.get(pool, _PAGES["large"])  # only whole pages are unmapped; they count from the segment's start
-        first, last = -(-(addr - owner) // page), (addr - owner + size) // page
-        pinned += size - max(last - first, 0) * page
-    return {"segments": segments.height, "pinned": pinned}
+    try:
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+    except TypeError:  # torch before 2.11
+        segments = torch.cuda.memory_snapshot()
+    mine = [s for s in segments if s["device"] == device]
+    return {"segments": len(mine), "pinned": sum(_pinned(s) for s in mine)}
+
+
+def _pinned(segment: Mapping[str, Any]) -> int:
+    pinned, at = 0, 0
+    for block in segment["blocks"]:
+        size = int(block["size"])
+        if block["state"] == "inactive":
+            if segment.get("is_expandable"):  # whole pages are unmapped; they count from the segment's start
+                page = _PAGES.get(segment.get("segment_type", ""), _PAGES["large"])
+                pinned += size - max((at + size) // page - -(-at // page), 0) * page
+            elif size < segment["total_size"]:
+                pinned += size
+        at += size
+    return pinned
 
 
 def _host_rows() -> Iterator[tuple[Any, ...]]:

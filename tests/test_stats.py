@@ -71,6 +71,20 @@ def test_a_nested_dict_is_read_like_a_flat_one() -> None:
     assert value(mp.stats(nested), "allocated_bytes.all.peak") == 1024
 
 
+def test_free_bytes_beside_used_ones_are_pinned_by_whole_pages_where_segments_expand() -> None:
+    from nbmemprof.stats import _pinned
+
+    def segment(expandable: bool, *blocks: tuple[int, str]) -> dict[str, Any]:
+        sizes = [{"size": size * MIB, "state": state} for size, state in blocks]
+        return {"is_expandable": expandable, "segment_type": "large", "total_size": sum(b["size"] for b in sizes), "blocks": sizes}
+
+    used = (5, "active_allocated")
+    assert _pinned(segment(False, used, (35, "inactive"))) == 35 * MIB
+    assert _pinned(segment(False, (40, "inactive"))) == 0
+    assert _pinned(segment(True, used, (35, "inactive"))) == 15 * MIB  # of 40 MiB the second page of 20 can go
+    assert _pinned(segment(True, (30, "inactive"), used, (5, "inactive"))) == 15 * MIB
+
+
 def test_without_a_device_the_host_is_told_and_nothing_pretended() -> None:
     frame = mp.stats()
     host = frame.filter(pl.col("device").is_null())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from nbmemprof import schema
+from nbmemprof.sources._stacks import cell_names
 
 __all__ = ["COUNTED", "Reading", "Stacks", "events_frame", "heap_frames", "tail_of", "unseen_from"]
 
@@ -84,25 +84,23 @@ class Stacks:
         return self._ids.setdefault(content, len(self._ids))
 
     def frame(self, used: pl.Series) -> pl.DataFrame:
-        """The table of the stacks with these ids; files of notebook cells are named ``In[7]``."""
+        """The table of the stacks with these ids; files of notebook cells are named ``In[7]``, and a stack begins with its cell."""
         wanted = set(used.drop_nulls().unique().to_list())
-        cells = _cell_files()
+        cells = cell_names()
         rows = [
             (number, depth, function, cells.get(filename, filename), line or None)
             for content, number in self._ids.items()
             if number in wanted
-            for depth, (filename, function, line) in enumerate(content)
+            for depth, (filename, function, line) in enumerate(_from_cell(content, cells))
         ]
         columns = list(zip(*rows, strict=True)) if rows else [[]] * 5
         return schema.fill("stacks", {n: pl.Series(n, columns[i], dtype=t) for i, (n, t) in enumerate(schema.dtypes("stacks").items())})
 
 
-def _cell_files() -> dict[str, str]:
-    """File name that the kernel compiled a cell under, to the name that a person knows it by."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    files = getattr(getattr(shell, "compile", None), "_filename_map", None) or {}
-    return {str(name): f"In[{number}]" for name, number in files.items()}
+def _from_cell(content: tuple[tuple[str, str, int], ...], cells: dict[str, str]) -> tuple[tuple[str, str, int], ...]:
+    """The frames up to the notebook's cell, without those of the kernel that runs it."""
+    outermost = next((depth for depth in range(len(content) - 1, -1, -1) if content[depth][0] in cells), len(content) - 1)
+    return content[: outermost + 1]
 
 
 def events_frame(trace: Sequence[dict[str, Any]], device: int, stacks: Stacks, skip: int = 0) -> pl.DataFrame:
