@@ -45,6 +45,7 @@ LAZY_UP = {
     ("nbmemprof.capture", "nbmemprof.sources.torch_snapshot"),
     ("nbmemprof.capture", "nbmemprof.views.first"),
     ("nbmemprof.capture", "nbmemprof.views.report"),
+    ("nbmemprof.analyses.fragmentation", "nbmemprof.recording"),  # fragmentation() without a capture takes a picture now
 }
 FREE = {"", "__main__"}  # the lazy name table and the command line may reach everything
 

@@ -42,9 +42,13 @@ def keyed(allocations: pl.DataFrame) -> pl.DataFrame:
     return allocations.with_columns(key=pl.coalesce(pl.col("stack_id").cast(pl.Int64), -1 - pl.col("requested_bytes")))
 
 
+def _by_key(rows: pl.DataFrame) -> pl.DataFrame:
+    return rows.sort("key", maintain_order=True) if rows.get_column("alloc_seq").is_sorted() else rows.sort("key", "alloc_seq")
+
+
 def _beats(rows: pl.DataFrame) -> pl.DataFrame:
     """Allocations that find nothing else of their stack alive: where a round begins."""
-    rows = rows.sort("key", "alloc_seq")
+    rows = _by_key(rows)
     group = (pl.col("key") != pl.col("key").shift()).fill_null(value=False).cum_sum().cast(pl.Int64) * (1 << 40)
     freed = (group + pl.col("free_seq")).fill_null(-1).cum_max().shift(fill_value=-1)  # of an earlier stack: below this one's
     return rows.filter(freed < group + pl.col("alloc_seq"))
@@ -61,10 +65,8 @@ def clock_of(born: pl.DataFrame, end: int, marks: pl.DataFrame, stacks: _Stacks)
     if len(steps) >= MIN_HITS:
         return Clock(steps, (end - steps[0]) / len(steps), end, "step marks")
     rows = born.select("key", "alloc_seq", "free_seq")
-    for beats in (lambda: _beats(rows.filter(pl.col("free_seq").is_not_null())), lambda: rows.sort("key", "alloc_seq")):
-        if clock := _likeliest(beats(), born, start, end, stacks):
-            return clock
-    return None
+    freed = rows.filter(pl.col("free_seq").is_not_null())
+    return _likeliest(_beats(freed), born, start, end, stacks) or _likeliest(_by_key(rows), born, start, end, stacks)
 
 
 def _likeliest(beats: pl.DataFrame, born: pl.DataFrame, start: int, end: int, stacks: _Stacks) -> Clock | None:
@@ -80,6 +82,8 @@ def _likeliest(beats: pl.DataFrame, born: pl.DataFrame, start: int, end: int, st
         & ((pl.col("mean") - (pl.col("first") + pl.col("last")) / 2).abs() <= slack * reach)
         & pl.col("std").is_between((1 - 2 * slack) * spread, (1 + 2 * slack) * spread)
     )
+    if (regular.get_column("key") >= 0).any():
+        regular = regular.filter(pl.col("key") >= 0)  # sizes tell little where stacks were recorded
     choices = []
     weight = {int(n): int(n) * int(k) for n, k in regular.get_column("n").value_counts().iter_rows()}
     for count in sorted(weight, key=lambda n: (-sum(weight.get(n + d, 0) for d in (-1, 0, 1)), -weight[n], -n))[:6]:
@@ -291,6 +295,11 @@ def _row(c: dict[str, Any], mine: pl.DataFrame, kept: pl.DataFrame, part: pl.Dat
     }  # fmt: skip
 
 
+def _is_constant(values: pl.Series) -> bool:
+    nulls = values.null_count()
+    return nulls == len(values) or (nulls == 0 and values.to_physical().min() == values.to_physical().max())
+
+
 def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Clock | None, pl.DataFrame]]:
     """For each heap: its identity, its keyed allocations, its iterations (None: none were seen) and what grows in it."""
     needed = [*HEAP, "alloc_seq", "free_seq", "stack_id", "requested_bytes", "size_bytes"]
@@ -298,7 +307,7 @@ def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Cloc
     truncated = any(str(w).startswith("history truncated") for w in capture.meta.get("warnings") or ())
     stacks, marks = _Stacks(capture.tables["stacks"]), capture.tables["marks"]
     found = []
-    names = rows.select(HEAP).unique(maintain_order=True)
+    names = rows.select(HEAP).head(1) if all(_is_constant(rows.get_column(n)) for n in HEAP) else rows.select(HEAP).unique()
     for identity in names.sort(*HEAP, nulls_last=True).iter_rows(named=True):
         part = rows if names.height == 1 else rows.filter(pl.all_horizontal(pl.col(n).eq_missing(pl.lit(v)) for n, v in identity.items()))
         born = part.filter(pl.col("alloc_seq").is_not_null())

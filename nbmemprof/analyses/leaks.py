@@ -11,7 +11,7 @@ from nbmemprof.capture import Capture
 __all__ = ["leaks"]
 
 _CLASSES = pl.Enum(["growing", "orphaned"])
-_SCHEMA = {
+_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "device": pl.Int64, "rank": pl.Int64, "kind": pl.String, "site": pl.String, "stack": pl.List(pl.String), "leak_bytes": pl.Int64, "leak_count": pl.Int64,
     "bytes_per_iteration": pl.Int64, "iterations": pl.Int64, "class": _CLASSES, "confidence": pl.Float64, "evidence": pl.String, "stack_id": pl.UInt32, "origin": pl.String,
 }  # fmt: skip

@@ -1,0 +1,89 @@
+"""How long memory lives, and what that makes of it."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from nbmemprof.analyses._growth import HEAP, Clock, behaviour
+from nbmemprof.analyses._sites import site_of_stacks
+from nbmemprof.capture import Capture
+
+__all__ = ["CLASSES", "lifetimes"]
+
+CLASSES = ("growing", "orphaned", "cached", "first-step", "persistent", "temporary")
+_CLASS = pl.Enum(CLASSES)
+_ORDER = [
+    "device", "rank", "kind", "site", "function", "class", "count", "live_count", "live_bytes", "size_min_bytes", "size_median_bytes", "size_max_bytes",
+    "life_us_median", "life_us_p90", "life_us_max", "life_events_median", "life_events_p90", "life_events_max", "stack_id", "origin",
+]  # fmt: skip
+
+
+def lifetimes(capture: Capture) -> pl.DataFrame:
+    """How long do the blocks of each stack live, and why are those alive that are?
+
+    Parameters
+    ----------
+    capture
+        Any capture.
+
+    Returns
+    -------
+    One row a full stack (without frames: a requested size) and heap, by ``live_bytes`` descending: ``device rank kind site
+    function``; ``class``; ``count`` of blocks; ``live_count live_bytes`` at the end; ``size_min_bytes size_median_bytes
+    size_max_bytes``; median, 90th percentile and highest of the lifetimes of those given up, in µs and in events (null: none
+    was, or its beginning was not seen); ``stack_id``; ``origin``. ``class`` is
+
+    * ``growing``: a leak, as ``leaks`` says;
+    * ``temporary``: none is alive, or only those of the iteration that the trace ends in, as earlier ones were given back;
+    * ``first-step``: made once in the first iteration and kept (optimizer state, workspaces);
+    * ``persistent``: made before the iterations, or where none were seen, and kept (weights);
+    * ``cached``: kept, made over several iterations, and growing no more: a cache, a window that moves, a list that is emptied;
+    * ``orphaned``: kept though nobody holds it; a trace alone can't tell it.
+    """
+    parts = [_classes(rows, clock, grown) for _, rows, clock, grown in behaviour(capture) if rows.height]
+    keys = [*HEAP, "stack_id", "key"]
+    if not parts:
+        parts = [_classes(capture.tables["allocations"].head(0).with_columns(key=pl.lit(0, dtype=pl.Int64)), None, pl.DataFrame(schema={"key": pl.Int64}))]
+    classes = pl.concat(parts)
+    rows = capture.tables["allocations"].with_columns(key=pl.coalesce(pl.col("stack_id").cast(pl.Int64), -1 - pl.col("requested_bytes")))
+    life_us, life_events = pl.col("end_us") - pl.col("time_us"), pl.col("free_seq") - pl.col("alloc_seq")
+    size, live = pl.col("size_bytes"), pl.col("free_seq").is_null()
+    spans = [
+        made
+        for name, life in (("life_us", life_us), ("life_events", life_events.cast(pl.Float64)))
+        for made in (life.median().alias(f"{name}_median"), life.quantile(0.9, "nearest").alias(f"{name}_p90"), life.max().alias(f"{name}_max"))
+    ]
+    made = rows.group_by(keys).agg(
+        count=pl.len().cast(pl.Int64), live_count=live.sum().cast(pl.Int64), live_bytes=size.filter(live).sum(),
+        size_min_bytes=size.min(), size_median_bytes=size.median().cast(pl.Int64), size_max_bytes=size.max(), *spans,
+    )  # fmt: skip
+    named = made.join(classes, on=keys, how="left", nulls_equal=True).join(site_of_stacks(capture.tables["stacks"]).select("stack_id", "site", "function"), on="stack_id", how="left")
+    return (
+        named.with_columns(origin=pl.lit(capture.meta["origin"]))
+        .sort("live_bytes", "size_max_bytes", "count", *HEAP, "key", descending=[True, True, True, False, False, False, False], nulls_last=True)
+        .select(*_ORDER)
+    )
+
+
+def _classes(rows: pl.DataFrame, clock: Clock | None, grown: pl.DataFrame) -> pl.DataFrame:
+    """``class`` of each key of one heap."""
+    live = pl.col("free_seq").is_null()
+    made = pl.col("alloc_seq").filter(live & pl.col("alloc_seq").is_not_null())
+    per = rows.group_by(*HEAP, "stack_id", "key").agg(n=pl.len(), live=live.sum(), older=(live & pl.col("alloc_seq").is_null()).any(), first=made.min(), last=made.max())
+    grows = pl.col("key").is_in(grown.get_column("key").implode())
+    if clock is None:
+        kept = pl.lit("persistent")
+    else:
+        begins, period, end = clock.bounds[0], clock.period, clock.bounds[-1]
+        second = clock.bounds[min(1, clock.count - 1)] + 0.5 * period
+        kept = (
+            pl.when((pl.col("first") >= end - 0.5 * period) & (pl.col("n") > pl.col("live")))
+            .then(pl.lit("temporary"))
+            .when(pl.col("older") | (pl.col("last") < begins))
+            .then(pl.lit("persistent"))
+            .when(pl.col("last") <= second)
+            .then(pl.lit("first-step"))
+            .otherwise(pl.lit("cached"))
+        )
+    name = pl.when(grows).then(pl.lit("growing")).when(pl.col("live") == 0).then(pl.lit("temporary")).otherwise(kept)
+    return per.select(*HEAP, "stack_id", "key", name.cast(_CLASS).alias("class"))

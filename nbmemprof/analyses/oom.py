@@ -1,0 +1,149 @@
+"""Why a request was refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from nbmemprof import heap
+from nbmemprof.analyses._lists import free_lists, nominal_bytes, pool_of, settings_of
+from nbmemprof.analyses._sites import site_of_stacks
+from nbmemprof.capture import Capture
+from nbmemprof.units import format_bytes
+
+__all__ = ["oom"]
+
+_SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
+    "device": pl.Int64, "rank": pl.Int64, "seq": pl.Int64, "time_us": pl.Float64, "requested_bytes": pl.Int64, "device_free_bytes": pl.Int64, "site": pl.String,
+    "stack": pl.List(pl.String), "reason": pl.String, "would_help_bytes": pl.Int64, "free_bytes_in_list": pl.Int64, "largest_free_bytes": pl.Int64, "pending_bytes": pl.Int64,
+    "private_free_bytes": pl.Int64, "reserved_bytes": pl.Int64, "live_bytes": pl.Int64, "stack_id": pl.UInt32, "origin": pl.String,
+}  # fmt: skip
+_EXPLAINED = 100  # of more refusals, the first and the last fifty: each needs the heap as it was
+_BLOCKS_LOOKED_AT = 200_000  # over all refusals; beyond it the nearest hole is not looked for
+
+
+def oom(capture: Capture) -> pl.DataFrame:
+    """Why was a request refused, and what would have let it through?
+
+    The heap as it was at the refusal: what lay free in the list that serves the request, in which pieces, what waited for
+    streams, what private pools held, how much the device had left.
+
+    Parameters
+    ----------
+    capture
+        Any capture with a trace.
+
+    Returns
+    -------
+    One row a refusal, in the order of events: ``device rank seq time_us``; ``requested_bytes`` (rounded); ``device_free_bytes``
+    (null: not told); ``site`` and ``stack`` of the request (null: no frames); ``reason``, a sentence with the numbers;
+    ``would_help_bytes``: the fewest live or pending bytes to give back that would have made room, as one piece beside a hole or as
+    new memory from the device (null: can't be told); ``free_bytes_in_list``, ``largest_free_bytes`` and ``pending_bytes`` of the
+    list that serves it; ``private_free_bytes``: free in private pools, no use to it; ``reserved_bytes`` and ``live_bytes`` of the
+    device; ``stack_id``; ``origin``. Of more than a hundred refusals the first and last fifty are explained; the others have null
+    in what would need the heap at their time, and a ``reason`` that says so.
+    """
+    refusals = capture.tables["events"].filter(pl.col("action").cast(pl.String) == "oom").sort("seq")
+    if refusals.is_empty():
+        return pl.DataFrame(schema=_SCHEMA)
+    marks = capture.tables["marks"].filter(pl.col("kind").cast(pl.String) == "oom").select("seq", "value").unique("seq", keep="first")
+    sites = _sites(capture.tables["stacks"], refusals.get_column("stack_id"))
+    budget = _BLOCKS_LOOKED_AT
+    rows = []
+    for place, event in enumerate(refusals.join(marks, on="seq", how="left", maintain_order="left").iter_rows(named=True)):
+        explained = min(place, refusals.height - 1 - place) < _EXPLAINED // 2
+        row, looked = _explain(capture, event, budget) if explained else (_known(event) | {"reason": f"{format_bytes(event['requested_bytes'])} asked for: one of {refusals.height} refusals, not looked into."}, 0)
+        budget -= looked
+        site, stack = sites.get(event["stack_id"], (None, None))
+        rows.append(row | {"site": site, "stack": stack, "stack_id": event["stack_id"], "origin": capture.meta["origin"]})
+    return pl.DataFrame(rows, schema=_SCHEMA)
+
+
+def _sites(stacks: pl.DataFrame, ids: pl.Series) -> dict[int, tuple[str, list[str]]]:
+    mine = stacks.filter(pl.col("stack_id").is_in(ids.drop_nulls().unique().implode())).sort("stack_id", "depth")
+    text = pl.format("{}:{} {}", pl.col("filename").fill_null("?"), pl.coalesce(pl.col("line").cast(pl.String), pl.lit("?")), pl.col("function").fill_null("?"))
+    lines = dict(mine.group_by("stack_id", maintain_order=True).agg(text.alias("stack")).iter_rows())
+    return {i: (site, lines[i]) for i, site in site_of_stacks(stacks).select("stack_id", "site").iter_rows() if i in lines}
+
+
+def _known(event: dict[str, Any]) -> dict[str, Any]:
+    free = event["value"]
+    return {name: event[name] for name in ("device", "rank", "seq", "time_us", "requested_bytes")} | {"device_free_bytes": None if free is None else int(free)}
+
+
+def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict[str, Any], int]:
+    conf, _ = settings_of(capture)
+    known = _known(event)
+    asked, device_free = int(known["requested_bytes"] or 0), known["device_free_bytes"]
+    mine = heap.matches((event["rank"], event["device"], event["kind"]))
+    segments, blocks = heap.segments_at(capture, event["seq"]).filter(mine), heap.blocks_at(capture, event["seq"]).filter(mine)
+    lists = free_lists(segments, blocks, conf)
+    pool, pool_id = pool_of(asked), str(event["pool_id"] or "0_0")
+    here = (pl.col("pool").cast(pl.String) == pool).fill_null(value=True) & (pl.col("pool_id").cast(pl.String).fill_null("0_0") == pool_id) & pl.col("stream").eq_missing(pl.lit(event["stream"]))
+    own = lists.filter(here)
+    others = lists.filter(~here & (~pl.col("private") | (pl.col("pool_id").cast(pl.String) == pool_id)))
+    seen = known | {
+        "requested_bytes": asked,
+        "free_bytes_in_list": int(own["free_bytes"].sum()), "largest_free_bytes": int(own["largest_free_bytes"].max() or 0), "pending_bytes": int(own["pending_bytes"].sum()),  # type: ignore[arg-type]
+        "private_free_bytes": int(lists.filter(pl.col("private") & (pl.col("pool_id").cast(pl.String) != pool_id))["free_bytes"].sum()),
+        "reserved_bytes": int(lists["reserved_bytes"].sum()), "live_bytes": int(lists["allocated_bytes"].sum()),
+    }  # fmt: skip
+    nominal, limit = nominal_bytes(asked, conf), capture.meta.get("limit_bytes")
+    room = [] if device_free is None else [device_free]
+    if isinstance(limit, int):
+        room.append(limit - seen["reserved_bytes"])
+    inside = blocks.filter(here)
+    holes = _nearest_hole(inside, asked) if inside.height <= budget else None
+    ways = [w for w in (holes, nominal - min(room) if room else None) if w is not None and w > 0]
+    reason = _reason(seen, own, others, nominal, limit if isinstance(limit, int) else None)
+    return seen | {"reason": reason, "would_help_bytes": min(ways) if ways else None}, inside.height
+
+
+def _nearest_hole(blocks: pl.DataFrame, asked: int) -> int | None:
+    """Fewest used bytes in a run of neighbouring blocks that is long enough."""
+    best: int | None = None
+    for _, part in blocks.sort("segment_addr", "addr").group_by("segment_addr", maintain_order=True):
+        sizes = part["size_bytes"].to_list()
+        if sum(sizes) < asked:
+            continue
+        used = [0 if state == "inactive" else size for size, state in zip(sizes, part["state"].to_list(), strict=True)]
+        start = total = cost = 0
+        for end, size in enumerate(sizes):
+            total, cost = total + size, cost + used[end]
+            while total - sizes[start] >= asked:
+                total, cost, start = total - sizes[start], cost - used[start], start + 1
+            if total >= asked and (best is None or cost < best):
+                best = cost
+    return best
+
+
+def _reason(seen: dict[str, Any], own: pl.DataFrame, others: pl.DataFrame, nominal: int, limit: int | None) -> str:
+    say = format_bytes
+    asked, free, largest, left = seen["requested_bytes"], seen["free_bytes_in_list"], seen["largest_free_bytes"], seen["device_free_bytes"]
+    parts = []
+    if limit is not None and seen["reserved_bytes"] + nominal > limit and (left is None or left >= nominal):
+        parts.append(f"the limit of {say(limit)} leaves {say(max(0, limit - seen['reserved_bytes']))} for new memory, {say(nominal)} would be needed")
+    elif left is None:
+        parts.append("no new memory could be had from the device")
+    elif left >= nominal:
+        parts.append(f"the device has {say(left)} left, so a limit below {say(seen['reserved_bytes'] + nominal)} must have refused it")
+    else:
+        parts.append(f"the device has {say(left)} left, {say(nominal)} would be needed")
+    pieces = int(own["free_blocks"].sum())
+    if free >= asked:
+        parts.append(f"{say(free)} lie free in {pieces} {'piece' if pieces == 1 else 'pieces'}, the largest {say(largest)}: split by blocks in use between them" if largest < asked else f"a piece of {say(largest)} lies free and was not used")
+    elif free:
+        parts.append(f"only {say(free)} lie free in the list that serves it, in {pieces} {'piece' if pieces == 1 else 'pieces'}")
+    else:
+        parts.append("nothing lies free in the list that serves it")
+    if seen["private_free_bytes"]:
+        parts.append(f"{say(seen['private_free_bytes'])} lie free in private pools, where this request may not go")
+    if seen["pending_bytes"]:
+        parts.append(f"{say(seen['pending_bytes'])} are freed but still wait for other streams")
+    elsewhere = int(others["free_bytes"].sum())
+    if elsewhere >= asked:
+        parts.append(f"{say(elsewhere)} lie free in lists of other streams or sizes")
+    if seen["reserved_bytes"] and seen["live_bytes"] >= 0.97 * seen["reserved_bytes"]:
+        parts.append(f"{say(seen['live_bytes'])} of {say(seen['reserved_bytes'])} reserved are in use: it is truly full")
+    return f"{say(asked)} asked for: " + "; ".join(parts) + "."
