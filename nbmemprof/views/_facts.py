@@ -19,20 +19,20 @@ from nbmemprof.views import _theme
 __all__ = ["Device", "Facts", "Stack", "facts"]
 
 _SERIES = 8  # areas in one picture; the rest is "other"
+_RESERVED = "\0reserved"  # a column name that no series has
 _KNOWN = 0.1  # share of the peak whose category must be known before it is stacked by category
 _kept: weakref.WeakKeyDictionary[Capture, Facts] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Series over time, bottom first: ``values[i][k]`` bytes of ``names[i]`` from ``xs[k]`` on."""
+    """Series over time, bottom first: ``values[i][k]`` bytes of ``names[i]`` from ``xs[k]`` on, ``reserved`` likewise or empty."""
 
     by: str
     axis: str
     xs: list[float]
     names: list[str]
     values: list[list[int]]
-    reserved_xs: list[float] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
 
     @property
@@ -49,7 +49,7 @@ class Stack:
     @property
     def end(self) -> float:
         """Right end of the x axis."""
-        return max([*self.xs[-1:], *self.reserved_xs[-1:]], default=0.0)
+        return self.xs[-1] if self.xs else 0.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,10 @@ class Device:
     def parts(self) -> list[tuple[str, int]]:
         """Return (name, bytes at the peak), largest first, by what this capture knows."""
         frame, name = (self.breakdown, "category") if self.by == "category" else (self.sites, "site")
-        rows = [(str(n) if n is not None else "no stack", int(b or 0)) for n, b in frame.select(name, "size_bytes").iter_rows()] if frame.height else []
-        return sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])
+        if not frame.height:
+            return []
+        summed = frame.group_by(pl.col(name).cast(pl.String).fill_null("no stack"), maintain_order=True).agg(pl.col("size_bytes").sum())
+        return [(n, b) for n, b in summed.sort("size_bytes", descending=True, maintain_order=True).iter_rows() if b]
 
 
 @dataclass
@@ -184,7 +186,7 @@ def _gather(capture: Capture) -> Facts:
     for row in rows:
         rank, device, kind = row.get("rank"), row.get("device"), row.get("kind")
         label = _label(rank, device, kind)
-        if not any(row.get(n) for n in ("peak_allocated_bytes", "peak_reserved_bytes", "end_reserved_bytes", "end_allocated_bytes", "ooms", "events")):
+        if not any(row.get(n) for n in ("peak_allocated_bytes", "peak_reserved_bytes", "end_reserved_bytes", "end_allocated_bytes", "ooms")):
             found.silent.append(label)
             continue
         found.devices.append(
@@ -227,7 +229,7 @@ def _start(capture: Capture, row: dict[str, Any]) -> int | None:
 
 
 def _stack(frame: pl.DataFrame, total: pl.DataFrame, by: str, max_points: int) -> Stack:
-    if not frame.height:
+    if frame["seq"].null_count() == frame.height:  # no events, so nothing that changes over time
         return Stack(by, "time", [], [], [])
     timed = frame["time_us"].null_count() == 0 and frame["time_us"].n_unique() > 1
     x = "time_us" if timed else "seq"
@@ -238,7 +240,8 @@ def _stack(frame: pl.DataFrame, total: pl.DataFrame, by: str, max_points: int) -
         frame = frame.filter(pl.col("series") == "allocated")
     names = [str(n) for n in frame["series"].unique(maintain_order=True)]
     wide = frame.pivot(on="series", index=["seq", x] if x != "seq" else ["seq"], values="size_bytes", aggregate_function="last")
-    wide = wide.sort("seq").with_columns(pl.col(names).forward_fill().fill_null(0))
+    wide = wide.join(reserved.select("seq", pl.col("size_bytes").alias(_RESERVED)), on="seq", how="left").sort("seq")
+    wide = wide.with_columns(pl.col(names).forward_fill().fill_null(0), pl.col(_RESERVED).forward_fill().fill_null(0))
     wide = _thin(wide, names, max_points)
     totals = wide.select(pl.sum_horizontal(names).alias("t"))["t"]
     at = int(totals.arg_max() or 0)
@@ -258,8 +261,7 @@ def _stack(frame: pl.DataFrame, total: pl.DataFrame, by: str, max_points: int) -
         wide[x].cast(pl.Float64).to_list(),
         order,
         columns,
-        reserved[x].cast(pl.Float64).to_list() if reserved.height else [],
-        reserved["size_bytes"].cast(pl.Int64).to_list() if reserved.height else [],
+        wide[_RESERVED].cast(pl.Int64).to_list() if reserved.height else [],
     )
 
 

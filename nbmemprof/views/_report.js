@@ -21,9 +21,9 @@ function upTo(xs, x) {  // index of the last point at or before x
 
 function timeline(host, data) {
   const xs = sums(data.x).map(v => v / 10), series = data.series.map(s => sums(s.v));
-  const rx = sums(data.rx).map(v => v / 10), rv = sums(data.rv);
+  const rv = sums(data.rv);
   const total = xs.map((_, i) => series.reduce((t, s) => t + s[i], 0));
-  const first = xs[0], last = Math.max(xs.at(-1), rx.at(-1) ?? 0, first + 1e-6), timed = data.axis === "time";
+  const first = xs[0], end = xs.at(-1), last = end + Math.max(end - first, 1e-3) * 0.01, timed = data.axis === "time";
   const say = x => timed ? clock(x) : `event ${Math.round(x)}`;
   const canvas = document.createElement("canvas"), tip = document.createElement("div"), note = document.createElement("p");
   canvas.tabIndex = 0; canvas.setAttribute("role", "img"); canvas.setAttribute("aria-label", data.label);
@@ -44,12 +44,11 @@ function timeline(host, data) {
     g.scale(ratio, ratio); g.font = "11px system-ui, sans-serif";
     const a = Math.max(0, upTo(xs, from)), b = Math.min(xs.length - 1, upTo(xs, to) + 1);
     let top = 1;
-    for (let i = a; i <= b; i++) top = Math.max(top, total[i]);
-    for (let i = Math.max(0, upTo(rx, from)); i < rx.length && rx[i] <= to; i++) top = Math.max(top, rv[i]);
+    for (let i = a; i <= b; i++) top = Math.max(top, total[i], rv[i] ?? 0);
     for (const bound of data.bounds) if (bound.size < top * 1.7) top = Math.max(top, bound.size);
     top *= 1.08;
     const py = v => h - pad.b - v / top * (h - pad.t - pad.b);
-    const unit = 1024 ** Math.min(5, Math.floor(Math.log(top) / Math.log(1024) + 1e-9)), dy = step(top / unit, 5) * unit;
+    const dy = 2 ** Math.max(0, Math.round(Math.log2(top / 5)));  // prints round in every binary unit
     g.textAlign = "right";
     for (let v = 0; v <= top; v += dy) { g.fillStyle = grid; g.fillRect(pad.l, py(v), w - pad.l - pad.r, 1); g.fillStyle = muted; g.fillText(bytes(v), pad.l - 6, py(v) + 4); }
     g.save(); g.beginPath(); g.rect(pad.l, pad.t - 20, w - pad.l - pad.r, h); g.clip();
@@ -59,9 +58,9 @@ function timeline(host, data) {
       for (let i = a; i <= b; i++) { g.lineTo(px(xs[i]), py(below[i - a])); g.lineTo(px(i < xs.length - 1 ? xs[i + 1] : last), py(below[i - a])); below[i - a] -= series[k][i]; }
       g.lineTo(px(b < xs.length - 1 ? xs[b + 1] : last), py(0)); g.fill();
     }
-    if (rx.length) {
+    if (rv.length) {
       g.strokeStyle = ink; g.lineWidth = 1.4; g.beginPath();
-      for (let i = Math.max(0, upTo(rx, from)); i < rx.length; i++) { g.lineTo(px(rx[i]), py(rv[i])); g.lineTo(px(i < rx.length - 1 ? rx[i + 1] : last), py(rv[i])); if (rx[i] > to) break; }
+      for (let i = a; i <= b; i++) { g.lineTo(px(xs[i]), py(rv[i])); g.lineTo(px(i < xs.length - 1 ? xs[i + 1] : last), py(rv[i])); }
       g.stroke();
     }
     g.textAlign = "left";
@@ -99,9 +98,9 @@ function timeline(host, data) {
   function show(x, where) {
     hover = x; again();
     if (x === null) { tip.hidden = true; return; }
-    const i = Math.max(0, upTo(xs, x)), j = upTo(rx, x);
+    const i = Math.max(0, upTo(xs, x));
     const rows = data.series.map((s, k) => [s.name, series[k][i]]).filter(r => r[1]).reverse();
-    tip.replaceChildren(...[[say(xs[i]), ""], ["allocated", total[i]], ...(j >= 0 ? [["reserved", rv[j]]] : []), ...rows].map(([n, v], k) => {
+    tip.replaceChildren(...[[say(xs[i]), ""], ["allocated", total[i]], ...(rv.length ? [["reserved", rv[i]]] : []), ...rows].map(([n, v], k) => {
       const line = document.createElement("div"); line.textContent = v === "" ? n : `${n}: ${bytes(v)}`; if (!k) line.className = "when"; return line; }));
     tip.hidden = false;
     tip.style.left = `${Math.min(Math.max(where + 14, 0), width() - tip.offsetWidth - 4)}px`;

@@ -1,7 +1,7 @@
 """Colours, words and order that every view shares.
 
 Hues are those of Okabe and Ito (2008), chosen to stay apart for colour-blind readers; the four
-further ones differ in lightness. No view tells things apart by colour alone: areas are labelled in
+further ones were searched to be farthest from all others, also as a protanope and a deuteranope see them. No view tells things apart by colour alone: areas are labelled in
 stacking order, bars carry their names.
 """
 
@@ -18,15 +18,15 @@ CATEGORY_COLOURS = {
     "activations": "#56b4e9",
     "inputs": "#f0e442",
     "kv_cache": "#cc79a7",
-    "buffers": "#5b3a8c",
+    "buffers": "#232fb6",
     "workspace": "#d55e00",
-    "temporary": "#8a8f98",
-    "cuda_graph": "#2b4b3c",
-    "framework": "#7a5230",
+    "temporary": "#deeba7",
+    "cuda_graph": "#1a1037",
+    "framework": "#542c1a",
     "unknown": "#c4c7cc",
 }
 # for series without a meaning of their own (sites, phases, pools): strongest contrast between neighbours first
-SERIES_COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#f0e442", "#5b3a8c")
+SERIES_COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#cc79a7", "#f0e442", "#542c1a")
 OTHER = "#c4c7cc"
 OTHER_NAMES = ("other", "unknown", "no stack")
 # words of the timeline analysis as they are shown

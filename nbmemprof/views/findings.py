@@ -68,14 +68,16 @@ def _ooms(known: Facts, device: Device) -> list[str]:
         helps = row.get("would_help_bytes")
         text += f" {format_bytes(helps)} less would have been enough" if helps else " A smaller batch or activation checkpointing asks for less"
         said.append(f"{text}; the lines that held most then are listed below.{cut}")
-    return said or [f"Out of memory {device.row['ooms']} times. A smaller batch or activation checkpointing asks for less."]
+    return said or [
+        "Out of memory" + (f", {device.row['ooms']} times" if device.row["ooms"] > 1 else "") + ". A smaller batch or activation checkpointing asks for less."
+    ]
 
 
 def _leaks(known: Facts, device: Device) -> list[str]:
     said = []
     for row, cut in _some(known.of(known.ask("leaks"), device), "growing lines"):
         site, each = middle(row.get("site") or "an unrecorded line"), row.get("bytes_per_iteration")
-        total = f"{format_count(row.get('leak_count'))} blocks, {format_bytes(row.get('leak_bytes'))}"
+        total = f"{_blocks(row.get('leak_count'))}, {format_bytes(row.get('leak_bytes'))}"
         if each:
             text = f"{site} keeps {format_bytes(each)} more every iteration: {total} by the end."
         else:
@@ -127,20 +129,31 @@ def _gap(known: Facts, device: Device) -> list[str]:
 
 def _retries(known: Facts, device: Device) -> list[str]:
     retries = device.number("retries")
-    return [f"Torch had to free its cache and ask again {retries} times: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
+    return (
+        [f"Torch had to free its cache and ask again {_times(retries)}: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
+    )
 
 
 def _top_site(known: Facts, device: Device) -> list[str]:
-    rows = device.sites.drop_nulls("site").head(1) if device.sites.height else device.sites
+    rows = device.sites.drop_nulls("site") if device.sites.height else device.sites
     if not rows.height or not device.peak:
         return []
+    rows = rows.group_by("site", maintain_order=True).agg(pl.col("size_bytes", "count").sum()).sort("size_bytes", descending=True, maintain_order=True)
     row = rows.row(0, named=True)
-    count = f" in {format_count(row['count'])} blocks" if row.get("count") else ""
+    count = f" in {_blocks(row['count'])}" if row.get("count") else ""
     return [
         f"At the peak {middle(row['site'])} held the most: {format_bytes(row['size_bytes'])}{count}, {row['size_bytes'] / device.peak:.0%} of all.".replace(
             "%", " %"
         )
     ]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{format_count(count)} times"
+
+
+def _blocks(count: int | None) -> str:
+    return f"{format_count(count)} block{'' if count == 1 else 's'}"
 
 
 def _dropped(known: Facts) -> list[str]:

@@ -109,7 +109,7 @@ def _headline(line: str) -> str:
 def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator[str]:
     if stack.xs:
         yield _img(*pictures.timeline(known, device, stack))
-    height = 34 + 26 * min(max(len(device.parts()), device.breakdown.height if device.by == "category" else 0, 3), 8, rows)
+    height = 34 + 26 * min(max(len(device.parts()), device.breakdown.height if device.by == "category" else 0, 1), 8, rows)
     both = device.by == "category" and device.sites.height > 0
     bars = [
         pictures.breakdown(device, height, pictures.HALF if both else pictures.WIDTH) if device.by == "category" else None,
@@ -137,8 +137,7 @@ def over_time(device: Device, stack: Stack, count: int) -> tuple[str, list[str],
     chosen = sorted({stack.top, *(round(last * k / max(count - 2, 1)) for k in range(count - 1))})
     rows = []
     for i in chosen:
-        j = sum(x <= stack.xs[i] for x in stack.reserved_xs) - 1
         at = format_time_us(stack.xs[i]) if stack.axis == "time" else f"event {stack.xs[i]:.0f}"
-        rows.append([at + (" (peak)" if i == stack.top else ""), format_bytes(totals[i], 2), format_bytes(stack.reserved[j], 2) if j >= 0 else "–"])
+        rows.append([at + (" (peak)" if i == stack.top else ""), format_bytes(totals[i], 2), format_bytes(stack.reserved[i], 2) if stack.reserved else "–"])
     cut = f" ({len(chosen)} of {last + 1} points)" if len(chosen) <= last else ""
     return f"Memory over time{cut}", ["at", "allocated", "reserved"], rows

@@ -63,7 +63,9 @@ class _Frame:
     def __init__(self, known: Facts, device: Device, stack: Stack, top: float) -> None:
         self.device, self.stack = device, stack
         self.x0, self.x1, self.y0, self.y1 = float(_LEFT), float(WIDTH - _RIGHT), top, top + _PLOT
-        self.from_, self.to = (stack.xs[0] if stack.xs else 0.0), max(stack.end, (stack.xs[0] if stack.xs else 0.0) + 1e-9)
+        self.from_ = stack.xs[0] if stack.xs else 0.0
+        # the state after the last event is held for a little, so that it can be seen
+        self.to = self.from_ + max(stack.end - self.from_, 1e-3) * 1.015
         used = max([*stack.totals, *stack.reserved, device.peak, 1])
         self.bounds = bounds(known, device, used)
         self.high = max([used * 1.1, *(size * 1.04 for size, _ in self.bounds)])
@@ -102,7 +104,7 @@ class _Frame:
         for i in range(len(self.stack.names) - 1, -1, -1):  # from the whole stack down: each covers the one above it
             svg.steps(xs, [self.y(v) for v in below], self.x1, base=self.y1, fill=self.colour(i))
             below = [total - own for total, own in zip(below, self.stack.values[i], strict=True)]
-        svg.steps([self.x(v) for v in self.stack.reserved_xs], [self.y(v) for v in self.stack.reserved], self.x1, stroke=_theme.LINE)
+        svg.steps(xs if self.stack.reserved else [], [self.y(v) for v in self.stack.reserved], self.x1, stroke=_theme.LINE)
         for size, name in self.bounds:
             svg.line(self.x0, self.y(size), self.x1, self.y(size), _theme.MARK, 1.2, "6 4")
             svg.text(self.x0 + 4, self.y(size) + (-4 if self.y(size) > self.y0 + 12 else 12), f"{name} {format_bytes(size)}", fill=_theme.MARK, halo=True)
@@ -179,11 +181,9 @@ def bounds(known: Facts, device: Device, used: int) -> list[tuple[int, str]]:
 
 
 def ticks(high: float, count: int) -> list[int]:
-    """Round sizes from 0 to ``high``, in steps that are round in binary units."""
-    unit = 1024 ** max(0, min(4, int(math.log(max(high, 1), 1024) + 1e-9)))
-    step = nice_step(high / unit, count) * unit
-    step = max(step, 1.0)
-    return [round(step * k) for k in range(int(high / step) + 1)]
+    """Sizes from 0 to ``high`` in about ``count`` steps; a power of two prints round in every binary unit."""
+    step = 2 ** max(0, round(math.log2(max(high, 1) / count)))
+    return list(range(0, int(high) + 1, step))
 
 
 def breakdown(device: Device, height: int, width: int = HALF) -> tuple[Svg, str] | None:
@@ -202,7 +202,7 @@ def breakdown(device: Device, height: int, width: int = HALF) -> tuple[Svg, str]
 
 def sites(device: Device, stack: Stack, height: int, width: int = HALF) -> tuple[Svg, str] | None:
     """Draw the lines that held most at the peak as bars."""
-    if not device.sites.height:
+    if not device.sites.height or not device.sites["site"].drop_nulls().len():
         return None
     names = {n: i for i, n in enumerate(stack.names)} if stack.by == "site" else {}
     rows = []
@@ -210,8 +210,8 @@ def sites(device: Device, stack: Stack, height: int, width: int = HALF) -> tuple
         "site", "function" if "function" in device.sites.columns else pl.lit(None).alias("function"), "size_bytes"
     ).iter_rows():
         if size:
-            name = "no stack" if site is None else clean(site)
-            label = f"{name}  {clean(function)}" if function and function not in name else name
+            name = "no stack" if site is None else str(site)
+            label = clean(f"{name} {function}" if function and function not in name else name)
             rows.append((label, int(size), _theme.colour(name, names[name]) if name in names else ("#7fa8c9" if not names else _theme.OTHER)))
     rows.sort(key=lambda r: -r[1])
     return _bars(f"{device.label}: at the peak, by line" if device.label else "At the peak, by line", rows, height, width) if rows else None

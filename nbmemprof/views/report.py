@@ -122,7 +122,6 @@ def _timeline(known: Facts, device: Device, stack: Stack, number: int) -> str:
         "axis": stack.axis,
         "x": _deltas([round(x * 10) for x in stack.xs]),
         "series": [{"name": n, "colour": c, "v": _deltas(v)} for n, c, v in zip(names, colours, stack.values, strict=True)],
-        "rx": _deltas([round(x * 10) for x in stack.reserved_xs]),
         "rv": _deltas(stack.reserved),
         "bounds": [{"size": size, "name": name} for size, name in pictures.bounds(known, device, max([*stack.totals, *stack.reserved]))],
         "peak": {"x": stack.xs[stack.top], "size": stack.totals[stack.top]},

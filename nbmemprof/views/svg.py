@@ -26,7 +26,7 @@ def clean(text: object) -> str:
 
 def _kept(char: str) -> str:
     code = ord(char)
-    if char in "\t\n\r":
+    if char in "\t\n\r\u2028\u2029":
         return " "
     if code < 0x20 or 0x7F <= code < 0xA0 or code in _BIDI or code & 0xFFFE == 0xFFFE:
         return ""
@@ -52,6 +52,7 @@ def _advance(char: str) -> float:
 
 def shorten(text: str, width: float, size: float) -> str:
     """Cut the middle out of text that is wider than ``width`` pixels; both ends are kept."""
+    text = middle(text, 400)
     if text_width(text, size) <= width:
         return text
     head, tail = len(text) * 2 // 5, len(text) - len(text) * 3 // 5

@@ -13,7 +13,7 @@ from nbmemprof.views import _theme, findings
 from nbmemprof.views._facts import Device, Facts, facts
 from nbmemprof.views.svg import clean, middle, text_width
 
-__all__ = ["device_line", "empty_reason", "headline", "report", "tables"]
+__all__ = ["device_line", "empty_reason", "headline", "report", "show", "tables"]
 
 _DEVICES = 8
 _PARTS = 4
@@ -129,7 +129,7 @@ def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str],
         made.append(_table("What held memory at the peak", device.breakdown, {
             "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "evidence": "known by", "origin": "origin",
         }, top + 4))  # fmt: skip
-    if device.sites.height:
+    if device.sites.height and device.sites["site"].drop_nulls().len():
         made.append(_table("Lines that held most at the peak", device.sites, {
             "site": "line", "function": "function", "size_bytes": "size", "requested_bytes": "requested", "count": "blocks", "end_bytes": "at the end",
         }, top))  # fmt: skip
@@ -211,6 +211,11 @@ def report(capture: Capture, top: int = 8) -> str:
                 continue
             lines += ["", f"{device.label}: {title}" if device.label else title, *aligned(head, rows)]
     return "\n".join(lines)
+
+
+def show(capture: Capture) -> None:
+    """Print the report: the view ``text``."""
+    print(report(capture))
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], widest: int = 60) -> list[str]:

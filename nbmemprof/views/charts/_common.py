@@ -10,7 +10,7 @@ import polars as pl
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.units import format_count
-from nbmemprof.views import _theme
+from nbmemprof.views import _theme, pictures
 
 __all__ = ["MAX_ROWS", "altair", "bytes_axis", "checked", "device_name", "scale"]
 
@@ -46,9 +46,9 @@ def checked(frame: pl.DataFrame, columns: tuple[str, ...], what: str) -> pl.Data
     return frame
 
 
-def bytes_axis(**options: Any) -> Any:
-    """Return an axis whose labels are in KiB, MiB, GiB."""
-    return altair().Axis(labelExpr=_LABEL, **options)
+def bytes_axis(sizes: pl.Series, title: str) -> Any:
+    """Return an axis up to the largest of the sizes, with round binary ticks and labels in KiB, MiB, GiB."""
+    return altair().Axis(labelExpr=_LABEL, values=pictures.ticks(1.05 * max(sizes.to_list(), default=0), 5), title=title)
 
 
 def scale(names: list[str]) -> Any:

@@ -31,7 +31,7 @@ def breakdown(frame: pl.DataFrame) -> alt.Chart:
         alt.Chart(data)
         .mark_bar()
         .encode(
-            x=alt.X("size_bytes:Q", axis=_common.bytes_axis(title="bytes at the peak")),
+            x=alt.X("size_bytes:Q", axis=_common.bytes_axis(data["size_bytes"], "bytes at the peak")),
             y=alt.Y("category:N", sort="-x", title=None),
             color=alt.Color("category:N", scale=_common.scale(names), legend=None),
             tooltip=["category:N", "size_bytes:Q"],

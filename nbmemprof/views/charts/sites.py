@@ -34,7 +34,7 @@ def sites(frame: pl.DataFrame, top: int = 20) -> alt.Chart:
         alt.Chart(shown, title=title)
         .mark_bar()
         .encode(
-            x=alt.X("size_bytes:Q", axis=_common.bytes_axis(title="bytes at the peak")),
+            x=alt.X("size_bytes:Q", axis=_common.bytes_axis(shown["size_bytes"], "bytes at the peak")),
             y=alt.Y("site:N", sort="-x", title=None, axis=alt.Axis(labelLimit=260)),
             tooltip=["site:N", "size_bytes:Q"],
             row=alt.Row("where:N", title=None),

@@ -33,13 +33,14 @@ def timeline(frame: pl.DataFrame) -> alt.Chart:
         data = data.filter(pl.col("series") != "reserved")
     names = sorted(data["series"].unique(), key=lambda n: (_theme.rank_of(n), n))
     data = data.with_columns(pl.col("series").replace_strict({n: i for i, n in enumerate(names)}, return_dtype=pl.Int64).alias("place"))
+    sums = data.group_by("where", "seq").agg(pl.col("size_bytes").sum())["size_bytes"]
     x = alt.X("time_ms:Q", title="time since the capture's start (ms)") if timed else alt.X("seq:Q", title="events, in order")
     return (
         alt.Chart(data.select("where", "time_ms" if timed else "seq", "series", "place", "size_bytes"))
         .mark_area(interpolate="step-after")
         .encode(
             x=x,
-            y=alt.Y("size_bytes:Q", stack="zero", axis=_common.bytes_axis(title="allocated")),
+            y=alt.Y("size_bytes:Q", stack="zero", axis=_common.bytes_axis(sums, "allocated")),
             color=alt.Color("series:N", scale=_common.scale(names), title=None),
             order=alt.Order("place:O"),
             tooltip=["series:N", "size_bytes:Q"],
