@@ -138,20 +138,28 @@ def _grow(arrays: dict[str, Array], code: int, state: Ints, size: int, name: str
 
 def _refusal(code: int, pos: int, op: int, raw: Array, name: str) -> InputRefused:
     if code == k.UNSAFE:
+        doubt = "is not a snapshot, and" if pos == 0 else "is"  # a text may begin with any letter
         return InputRefused(
-            f"{name} is unsafe: the pickle opcode {_OPCODES.get(op, hex(op))} at byte {pos} is not allowed, as it can run code. "
+            f"{name} {doubt} unsafe: the pickle opcode {_OPCODES.get(op, hex(op))} at byte {pos} is not allowed, as it can run code. "
             "A genuine snapshot holds plain data only; nothing of it was run. Get the file from its author again, or record it anew."
         )
     if code == k.TRUNCATED and raw[0] == 0x80:
         return InputRefused(f"{name} is truncated or incomplete: it ends within the value at byte {pos} of {len(raw)}. Copy it again, or let the program finish writing it.")
-    if code == k.TEXT and raw[0] != 0x80:
-        return InputRefused(f"{name} is not a snapshot, or was pickled with protocol 0, which is text. Save it again with _dump_snapshot, or pickle protocol 2 to 5.")
     if code == k.TOO_DEEP:
         return InputRefused(f"{name} is nested too deep: more than {k.MAX_DEPTH} levels at byte {pos}; a snapshot has about eight. Record it again.")
     if raw[0] != 0x80 or pos < 2:
         return InputRefused(f"{name} is not a snapshot: it does not begin like a pickle (first bytes {bytes(raw[:8])!r}). Give a file written by torch.cuda.memory._dump_snapshot.")
-    what = {k.BAD_MEMO: "a memo index out of range", k.UNKNOWN: f"the unknown opcode {op:#04x}", k.TEXT: f"the text opcode {chr(op)!r}"}.get(code, "an operation without its operands")
+    what = {k.BAD_MEMO: "a memo index out of range", k.UNKNOWN: f"the unknown opcode {op:#04x}"}.get(code, "an operation without its operands")
     return InputRefused(f"{name} is damaged or corrupt: {what} at byte {pos}. Copy it again, or record it anew.")
+
+
+def _read_line(opcode: bytes) -> int | float | None:
+    """A number that protocol 0 writes as a line of text."""
+    text = opcode[1:].partition(b"\n")[0].removesuffix(b"L")
+    try:
+        return float(text) if opcode[:1] == b"F" else int(text)
+    except ValueError:
+        return None
 
 
 def ranges(starts: Array, counts: Array) -> Ints:
@@ -188,7 +196,14 @@ class Tape:
         if value & 7 != k.STRING:
             return None
         start, size = int(self.string_start[value >> 3]), int(self.string_size[value >> 3])
-        return self.data[start : start + size].tobytes().decode("utf-8", "backslashreplace")
+        if size >= 0:
+            return self.data[start : start + size].tobytes().decode("utf-8", "backslashreplace")
+        line = self.data[start : start - size].tobytes()  # protocol 0
+        if self.data[start - 1] == 0x56:
+            text = line.decode("raw_unicode_escape", "replace")
+        else:
+            text = line.strip()[1:-1].decode("unicode_escape", "replace")
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "backslashreplace")
 
     def number(self, value: int) -> int | float | None:
         """An int or a float; None for anything else and for ints of more than 16 bytes."""
@@ -200,6 +215,8 @@ class Tape:
         at = value >> 3
         if self.data[at] == 0x47:
             return float(struct.unpack(">d", self.data[at + 1 : at + 9].tobytes())[0])
+        if self.data[at] in b"ILF":
+            return _read_line(self.data[at : at + 64].tobytes())
         width = 1 if self.data[at] == 0x8A else 4
         size = int.from_bytes(self.data[at + 1 : at + 1 + width].tobytes(), "little")
         return int.from_bytes(self.data[at + 1 + width : at + 1 + width + size].tobytes(), "little", signed=True) if size <= 16 else None
@@ -249,7 +266,7 @@ class Tape:
 
     def items(self, value: int) -> Ints:
         """The values of a list or tuple; nothing for anything else."""
-        return self.flatten(np.array([value], np.int64))[0]
+        return self.flatten(np.array([value], np.int64), len(self.data))[0]
 
     # ------------------------------------------------------------------ many values
     def flatten(self, values: Ints, most: int | None = None) -> tuple[Ints, Ints]:

@@ -23,7 +23,7 @@ STATE_FIELDS = 13
 
 # what the kernel returns; from TRUNCATED on the file is refused
 (DONE, PAUSED, MORE_STACK, MORE_MEMO, MORE_TAPE, MORE_NODES, MORE_RUNS, MORE_STRINGS, MORE_SHAPES, MORE_KEYS) = range(10)
-(TRUNCATED, UNSAFE, UNKNOWN, DAMAGED, TOO_DEEP, BAD_MEMO, TEXT) = range(20, 27)
+(TRUNCATED, UNSAFE, UNKNOWN, DAMAGED, TOO_DEEP, BAD_MEMO) = range(20, 26)
 
 PROBES = 16  # written out below, as numba wants plain numbers
 MAX_DEPTH = 64
@@ -339,9 +339,57 @@ def decode(
         ):  # fmt: skip
             code = 21
             break
-        elif op == 0x49 or op == 0x4C or op == 0x46 or op == 0x53 or op == 0x56 or op == 0x67 or op == 0x70:  # text of protocol 0
-            code = 26
-            break
+        elif op == 0x49 or op == 0x4C or op == 0x46 or op == 0x53 or op == 0x56 or op == 0x67 or op == 0x70:  # protocol 0, a line of text each
+            end = pos
+            while end < size and data[end] != 10:
+                end += 1
+            if end >= size:
+                code = 20
+                break
+            if op == 0x53 or op == 0x56:  # STRING UNICODE: still with their escapes, which a negative size says
+                if end - pos > 1073741824:
+                    code = 23
+                    break
+                string_start[strings] = pos
+                string_size[strings] = pos - end
+                value = strings * 8 + 3
+                strings += 1
+            elif op == 0x67 or op == 0x70:  # GET PUT
+                index = 0
+                if end == pos or end - pos > 12:
+                    code = 25
+                    break
+                i = pos
+                while i < end:
+                    digit = (data[i] + 0) - 48
+                    if digit < 0 or digit > 9:
+                        code = 25
+                    index = index * 10 + digit
+                    i += 1
+                if code >= 0:
+                    break
+                if op == 0x67:
+                    if index >= len(memo) or memo[index] == 0:
+                        code = 25
+                        break
+                    value = memo[index] + 0
+                else:
+                    if sp - mark - 1 < 1:
+                        code = 23
+                        break
+                    if index > pos:
+                        code = 25
+                        break
+                    if index >= len(memo):
+                        state[12] = index
+                        code = 3
+                        break
+                    if memo[index] == 0:
+                        memo_count += 1
+                    memo[index] = stack[sp - 1]
+            else:  # INT LONG FLOAT
+                value = at * 8 + 2
+            pos = end + 1
         else:
             code = 22
             break

@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 OK, MISSING, BAD, WIDE = range(4)  # WIDE: an unsigned number from 2**63 on, its bits kept
 MAX_DEPTH = 1024  # frames kept of a stack
 _MAX_FRAMES = 1 << 25
+_MAX_DEVICES = 1024
 _NO_WORD, _BAD_WORD = -1, -2
 
 
@@ -95,10 +96,10 @@ class TapeFile:
         return self.tape.is_list(self._root[name]) if name in self._root else None
 
     def rows(self, name: str, names: tuple[str, ...]) -> Rows:
-        return TapeRows(self.tape, self.tape.items(self._root.get(name, k.NONE)), names)
+        return TapeRows(self.tape, self.tape.flatten(np.array([self._root.get(name, k.NONE)], np.int64))[0], names)
 
     def traces(self, names: tuple[str, ...]) -> tuple[Rows, Ints, int, int]:
-        lists = self.tape.items(self._root.get("device_traces", k.NONE))
+        lists = self.tape.items(self._root.get("device_traces", k.NONE))[:_MAX_DEVICES]
         odd = sum(not self.tape.is_list(value) for value in lists.tolist())
         values, device = self.tape.flatten(lists)
         rows = TapeRows(self.tape, values, names)
@@ -261,7 +262,7 @@ class ObjectFile:
         return ObjectRows(self, _as_list(self._root.get(name)))
 
     def traces(self, names: tuple[str, ...]) -> tuple[Rows, Ints, int, int]:
-        lists = _as_list(self._root.get("device_traces"))
+        lists = _as_list(self._root.get("device_traces"))[:_MAX_DEVICES]
         odd = sum(not isinstance(trace, (list, tuple)) for trace in lists)
         kept = [_as_list(trace) for trace in lists]
         rows = ObjectRows(self, [event for trace in kept for event in trace])
