@@ -19,9 +19,9 @@ from typing import Any, Self, TypeVar, overload
 
 import polars as pl
 
-from nbmemprof import _optional, _torch_import, schema, sources
+from nbmemprof import _optional, _torch_import, heap, schema, sources
 from nbmemprof.capture import Capture
-from nbmemprof.errors import NbmemprofError
+from nbmemprof.errors import NbmemprofError, NotRecording
 from nbmemprof.units import parse_bytes
 
 __all__ = ["Recording", "profile", "record", "snapshot"]
@@ -332,16 +332,16 @@ def snapshot(*, title: str | None = None) -> Capture:
     What has no recording has no stacks and no events.
     """
     torch = _optional.loaded("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        from nbmemprof.sources import torch_snapshot
-
-        capture = torch_snapshot.from_object(torch.cuda.memory._snapshot())
-        capture.meta.update(source="torch_history", torch=torch.__version__)
-    elif torch is not None:
-        capture = _living_tensors(torch)
-    else:
+    if torch is None:
         capture = _nothing()
         capture.meta["warnings"].append("empty: torch is not imported in this process, so it holds no torch memory")
+    else:
+        try:
+            from nbmemprof.sources import torch_history
+
+            capture = torch_history.picture()
+        except NotRecording:  # no CUDA in use here
+            capture = _living_tensors(torch)
     capture.meta.update(title=title, cell=None, started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"))
     return capture
 
@@ -358,12 +358,7 @@ def _living_tensors(torch: Any) -> Capture:
                     sizes[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, NotImplementedError, ReferenceError):  # fake, functional and half-dead tensors have no storage to show
             continue
-    columns = {"addr": list(sizes), "size_bytes": list(sizes.values()), "requested_bytes": list(sizes.values()), "kind": "host", "source": "torch", "state": "active_allocated", "snapshot_id": 0, "pool_id": "0_0"}
-    meta = {"source": "torch_cpu", "origin": "measured", "torch": torch.__version__, "warnings": ["no events: a picture has only what is alive now. Record with %%memprof or mp.record()."]}
-    tables = {"blocks": schema.fill("blocks", columns, height=len(sizes))}
-    return Capture.build(tables | {"allocations": _as_allocations(columns, len(sizes))}, **meta)
-
-
-def _as_allocations(columns: dict[str, Any], height: int) -> pl.DataFrame:
-    same = {name: columns[name] for name in ("addr", "size_bytes", "requested_bytes", "kind", "source", "pool_id")}
-    return schema.fill("allocations", same | {"category": "unknown", "evidence": "none", "at_start": True, "size_exact": True}, height=height)
+    addr, size = list(sizes), list(sizes.values())
+    columns = {"kind": "host", "source": "torch", "snapshot_id": 0, "segment_addr": addr, "addr": addr, "size_bytes": size, "requested_bytes": size, "state": "active_allocated", "pool_id": "0_0"}
+    warnings = ["no events: a picture has only what is there now. Record with %%memprof or mp.record()."]
+    return heap.build({"blocks": schema.fill("blocks", columns, height=len(sizes))}, source="torch_cpu", origin="measured", device="CPU", torch=torch.__version__, warnings=warnings)

@@ -197,3 +197,62 @@ def test_an_empty_cell_costs_less_than_20_ms():
     import bench_magic
 
     assert bench_magic.measure(20)["median_ms"] <= 20
+
+
+TORCH = [
+    "%load_ext nbmemprof",
+    "%%memprof\nimport torch\nx = torch.zeros(1 << 20)",
+    "%%memprof\nnothing = 1",
+    "%memprof auto on",
+    "y = torch.zeros(1 << 20)",
+    "1 + 1",
+    "small = torch.zeros(10)",
+    "import nbmemprof as mp\nwith mp.record(title='inner') as rec:\n    z = torch.zeros(1 << 18)\nprint(rec.capture.events.height, rec.capture.marks['name'].to_list())",
+    "%memprof auto off",
+    "%%memprof\ntorch.zeros(-1)",
+    "print(mp.snapshot().blocks['size_bytes'].sum(), 'nbmemprof' in str(type(torch.__loader__)))",
+    "mp.snapshot()",
+]
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory):
+    pytest.importorskip("torch")
+    return dict(zip(TORCH, kernel(TORCH, tmp_path_factory.mktemp("torch")), strict=True))
+
+
+@pytest.mark.cost(6)
+def test_a_cell_that_imports_torch_is_recorded_from_there(with_torch):
+    (report,) = outputs(with_torch, "%%memprof\nimport torch")
+    assert report.data["text/plain"].startswith("CPU: peak 4 MiB")
+    assert "In[2]:3" in report.data["text/plain"]
+
+
+def test_a_cell_in_which_nothing_happens_knows_its_peak(with_torch):
+    (report,) = outputs(with_torch, "%%memprof\nnothing")
+    assert report.data["text/plain"].startswith("CPU: peak 4 MiB · kept 0 B")
+
+
+def test_auto_prints_only_where_memory_changed(with_torch):
+    assert text_of(outputs(with_torch, "y = torch")[0]) == "memprof In[5]: CPU: peak 8 MiB (+4 MiB) · kept +4 MiB\n"
+    assert [o.output_type for o in outputs(with_torch, "1 + 1")] == ["execute_result"]
+    assert outputs(with_torch, "small") == []
+
+
+def test_a_block_inside_a_recorded_cell_has_its_own_window(with_torch):
+    shown = "".join(map(text_of, outputs(with_torch, "import nbmemprof")))
+    assert "1 ['inner']" in shown
+    assert "kept +1 MiB" in shown
+
+
+def test_an_error_of_torch_has_its_report(with_torch):
+    error, report = outputs(with_torch, "%%memprof\ntorch.zeros(-1)")
+    assert (error.output_type, error.ename) == ("error", "RuntimeError")
+    assert "peak 9 MiB" in report.data["text/plain"]
+
+
+def test_a_picture_needs_no_recording(with_torch):
+    size, _, wrapped = text_of(outputs(with_torch, "print(mp.snapshot")[0]).strip().partition(" ")
+    assert int(size) >= 9 << 20
+    assert wrapped == "False"
+    assert "live at the end" in outputs(with_torch, "mp.snapshot()")[0].data["text/plain"]

@@ -73,8 +73,10 @@ def live_at(capture: Capture, at: str | float, rows: pl.DataFrame | None = None)
             seq = int(curve.seq[place]) if place >= 0 else None
         if seq is None and len(curve.seq):
             seq = int(curve.seq[0]) - 1
-        begun = pl.col("alloc_seq").is_null() | (pl.col("alloc_seq") <= seq)
-        parts.append(mine.filter(begun & (pl.col("free_seq").is_null() | (pl.col("free_seq") > seq))) if seq is not None else mine.filter(pl.col("free_seq").is_null()))
+        alive = pl.col("free_seq").is_null()
+        if seq is not None:
+            alive = (pl.col("alloc_seq").is_null() | (pl.col("alloc_seq") <= seq)) & (alive | (pl.col("free_seq") > seq))
+        parts.append(mine.filter(alive))
     return pl.concat(parts)
 
 

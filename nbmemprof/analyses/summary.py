@@ -57,7 +57,8 @@ def _row(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
     outside_pools = pl.col("pool_id").is_null() | (pl.col("pool_id").cast(pl.String) == "0_0")
     peak = peak_of(capture, curve)
     words = _words(capture, curve)
-    told = len(curve.seq) > 0 or peak["snapshot_id"] is not None
+    # a recording in which nothing happened knows its peak: what was held all along
+    told = len(curve.seq) > 0 or peak["snapshot_id"] is not None or bool(capture.meta.get("recording"))
     counters = (capture.meta.get("counters") or {}).get(str(curve.key[1])) or {}
     return {
         "device": curve.key[1], "rank": curve.key[0], "kind": curve.key[2],

@@ -33,7 +33,9 @@ def line(capture: Capture) -> str | None:
 
     parts = []
     for device in facts(capture).devices:
-        start, kept = device.start_bytes or 0, device.kept or 0
+        end = device.number("end_allocated_bytes") or 0
+        start = end if device.start_bytes is None else device.start_bytes
+        kept = end - start
         if max(abs(kept), device.peak - start) > CHANGE * start:
             where = f"{device.label}: " if device.label else ""
             parts.append(f"{where}peak {format_bytes(device.peak)} ({_signed(device.peak - start)}) · kept {_signed(kept)}")
