@@ -77,7 +77,7 @@ def from_path(path: str | os.PathLike[str], *, inflated_limit: int = INFLATED_LI
         raise InputRefused(f"{path} can't be read: {error.strerror or error}. Check the path, and that it is a file.") from error
 
 
-def from_bytes(data: bytes, name: str = "the bytes given", *, inflated_limit: int = INFLATED_LIMIT, **meta: Any) -> Capture:
+def from_bytes(data: bytes | bytearray, name: str = "the bytes given", *, inflated_limit: int = INFLATED_LIMIT, **meta: Any) -> Capture:
     """Read a snapshot from bytes, plain or gzip; see :func:`from_path`."""
     if not data:
         raise InputRefused(f"{name} are empty (0 bytes), so they are not a snapshot. Read the file that _dump_snapshot wrote.")
@@ -103,7 +103,7 @@ def _from_pickle(data: Any, name: str, meta: dict[str, Any]) -> Capture:
         raise InputRefused(f"{name} needs more memory than this process may have. Record with a smaller max_entries, or open it on a larger machine.") from error
 
 
-def _inflate(file: IO[bytes], name: str, limit: int) -> bytearray:
+def _inflate(file: IO[bytes], name: str, limit: int) -> bytes | bytearray:
     """Unpack gzip, several members too, never beyond the limit."""
     whole, read = bytearray(), 0
     unpack = zlib.decompressobj(wbits=31)
@@ -147,8 +147,8 @@ def _capture(file: File, name: str, meta: dict[str, Any], warnings: list[str] | 
             reader.warnings.append(f"malformed: {key!r} is not a list and was left out")
     tables, times = reader.events()
     tables |= reader.heap()
-    if not reader.rows_seen and reader.strays:
-        raise InputRefused(f"{name} is not a snapshot: of the {reader.strays} rows in its lists none is a segment or an event. Give what torch.cuda.memory._dump_snapshot made.")
+    if not reader.rows_seen and reader.dropped:
+        raise InputRefused(f"{name} is not a snapshot: of the {sum(reader.dropped.values())} rows in its lists none is a segment or an event. Give what torch.cuda.memory._dump_snapshot made.")
     tables |= reader.marks(tables["events"], times)
     stacks = reader.stacks(tables)
     reader.judge(tables, stacks)
@@ -171,12 +171,11 @@ class _Reader:
         self.same = {"rank": rank, "kind": "device", "source": "torch"}
         self.dropped: dict[str, int] = {}
         self.start: int | None = None
-        self.strays = self.rows_seen = 0
+        self.rows_seen = 0
         self._keys: list[tuple[str, Ints]] = []
         self._moments: list[dict[str, Any]] = []
 
     def _malformed(self, what: str, strays: int, bad: int, total: int) -> None:
-        self.strays += strays
         self.rows_seen += total - bad
         if strays + bad:
             self.dropped[f"malformed {what}"] = strays + bad
