@@ -256,7 +256,7 @@ class Ring:
 
     def _reduce(self, window: Window, before: Window | None) -> None:
         try:
-            reduce_window(window, before.blocks if before is not None else None)
+            reduce_window(window, before.blocks if before is not None and window.exact else None)
         except Exception as error:  # the cell goes on; its report says what is missing
             self.trouble.append(f"inconsistent: events between two drains could not be worked out ({type(error).__name__}: {error})")
         window.events = window.events.clear()

@@ -11,7 +11,7 @@ import polars as pl
 
 from nbmemprof import heap, schema
 
-__all__ = ["FINAL_ID", "PEAK_ID", "Peak", "Window", "best_of", "event_table", "no_totals", "reduce_window"]
+__all__ = ["FINAL_ID", "PEAK_ID", "Peak", "Window", "best_of", "event_table", "no_totals", "reduce_window", "with_older_stacks"]
 
 PEAK_ID, FINAL_ID = 0, 1
 _BUCKETS = 100  # of the timeline kept of a window that is thinned
@@ -68,7 +68,8 @@ def event_table(events: pl.DataFrame, start_us: float, cell: int | None = None) 
 def reduce_window(window: Window, before: pl.DataFrame | None) -> None:
     """Find the window's peaks with their blocks, its thin timeline, and the totals by stack.
 
-    ``before`` are the blocks at the window's beginning: they know the stacks of what was allocated earlier.
+    ``before`` are the blocks at the window's beginning, if nothing is missing in between: they know the stacks of
+    what was allocated earlier.
     """
     capture = heap.build(
         {"events": event_table(window.events, 0.0), "segments": window.segments, "blocks": window.blocks}, source="torch_history", settings=window.settings
@@ -105,6 +106,13 @@ def best_of(windows: list[Window], best: dict[int, Peak]) -> dict[int, Peak]:
     return best
 
 
+def with_older_stacks(allocations: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
+    """Give allocations that were there at the beginning the stacks that the picture of that moment knows."""
+    older = before.filter(pl.col("state") != "inactive").select("device", "addr", older="stack_id").unique(["device", "addr"])
+    there = pl.when(pl.col("at_start")).then(pl.coalesce("stack_id", "older")).otherwise(pl.col("stack_id"))
+    return allocations.join(older, on=["device", "addr"], how="left", maintain_order="left").with_columns(there.alias("stack_id")).drop("older")
+
+
 def _live_at(allocations: pl.DataFrame, device: int, seq: int, before: pl.DataFrame | None) -> pl.DataFrame:
     rows = allocations.filter(
         (pl.col("device") == device)
@@ -112,9 +120,7 @@ def _live_at(allocations: pl.DataFrame, device: int, seq: int, before: pl.DataFr
         & (pl.col("free_seq").is_null() | (pl.col("free_seq") > seq))
     )
     if before is not None:
-        older = before.filter((pl.col("device") == device) & (pl.col("state") != "inactive")).select("addr", older="stack_id").unique("addr")
-        there = pl.when(pl.col("alloc_seq").is_null()).then(pl.coalesce("stack_id", "older")).otherwise(pl.col("stack_id"))
-        rows = rows.join(older, on="addr", how="left").with_columns(there.alias("stack_id"))
+        rows = with_older_stacks(rows, before)
     names = ("device", "addr", "size_bytes", "requested_bytes", "stream", "pool_id", "stack_id")
     columns = {"kind": "device", "source": "torch", "snapshot_id": PEAK_ID, "state": "active_allocated"}
     return schema.fill("blocks", columns | {name: rows[name] for name in names}, rows.height)

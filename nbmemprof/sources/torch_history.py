@@ -23,7 +23,7 @@ from nbmemprof.sources import _nvml
 from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
 from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
-from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals
+from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals, with_older_stacks
 from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["FLAGS", "Mark", "TorchHistory", "picture", "source", "unavailable"]
@@ -298,6 +298,8 @@ class _Assembly:
         made = heap.build(tables, **meta, warnings=self.warnings)
         extra: dict[str, pl.DataFrame] = {}
         if thinned:
+            if ring.thinned and ring.windows[0].exact:
+                made.tables["allocations"] = with_older_stacks(made.tables["allocations"], ring.thinned[-1].blocks)
             extra = self._of_the_thinned(made)
             made.tables.update(extra)
         used = [made.tables[n][c] for n, c in (("events", "stack_id"), ("blocks", "stack_id"), ("segments", "stack_id"))]

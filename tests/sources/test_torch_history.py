@@ -291,3 +291,16 @@ def test_the_driver_tells_this_process_or_the_only_one() -> None:
     assert _mine([(1, 10), (3, 20)], 2) is None
     assert _mine([(2, (1 << 64) - 1)], 2) is None
     assert _mine([], 2) is None
+
+
+def test_the_lines_of_a_peak_that_was_thinned_are_told() -> None:
+    import nbmemprof as mp
+
+    cuda = FakeCuda()
+    source = begin(cuda, ring_bytes=SMALL_RING)
+    source._stop.set()
+    source._ring.keep_events = 500
+    pyramid(cuda, source._ring.poll, 1500)
+    first = mp.sites(source.stop()).row(0, named=True)
+    assert first["site"] == "train.py:4"
+    assert first["size_bytes"] >= 200 * MIB
