@@ -19,7 +19,7 @@ _NAMES = {
     "record": "recording",
     "profile": "recording",
     "snapshot": "recording",
-    "stats": "stats",
+    "stats": "counters",
     "summary": "analyses.summary",
     "timeline": "analyses.timeline",
     "breakdown": "analyses.breakdown",
@@ -63,16 +63,16 @@ def unload_ipython_extension(shell: Any) -> None:
     magics.unload(shell)
 
 
-if TYPE_CHECKING:
-    from nbmemprof.analyses.breakdown import breakdown
-    from nbmemprof.analyses.fragmentation import fragmentation
-    from nbmemprof.analyses.leaks import leaks
-    from nbmemprof.analyses.lifetimes import lifetimes
-    from nbmemprof.analyses.oom import oom
-    from nbmemprof.analyses.sites import sites
-    from nbmemprof.analyses.summary import summary
-    from nbmemprof.analyses.timeline import timeline
-    from nbmemprof.capture import Capture, load
-    from nbmemprof.errors import NbmemprofError, OutOfMemoryError
-    from nbmemprof.recording import profile, record, snapshot
-    from nbmemprof.stats import stats
+if TYPE_CHECKING:  # "as": a type checker counts these as public names
+    from nbmemprof.analyses.breakdown import breakdown as breakdown
+    from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
+    from nbmemprof.analyses.leaks import leaks as leaks
+    from nbmemprof.analyses.lifetimes import lifetimes as lifetimes
+    from nbmemprof.analyses.oom import oom as oom
+    from nbmemprof.analyses.sites import sites as sites
+    from nbmemprof.analyses.summary import summary as summary
+    from nbmemprof.analyses.timeline import timeline as timeline
+    from nbmemprof.capture import Capture as Capture, load as load
+    from nbmemprof.errors import NbmemprofError as NbmemprofError, OutOfMemoryError as OutOfMemoryError
+    from nbmemprof.recording import profile as profile, record as record, snapshot as snapshot
+    from nbmemprof.counters import stats as stats
