@@ -19,7 +19,7 @@ _NAMES = {
     "record": "recording",
     "profile": "recording",
     "snapshot": "recording",
-    "stats": "counters",
+    "stats": "stats",
     "summary": "analyses.summary",
     "timeline": "analyses.timeline",
     "breakdown": "analyses.breakdown",
@@ -72,7 +72,11 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.sites import sites as sites
     from nbmemprof.analyses.summary import summary as summary
     from nbmemprof.analyses.timeline import timeline as timeline
-    from nbmemprof.capture import Capture as Capture, load as load
-    from nbmemprof.errors import NbmemprofError as NbmemprofError, OutOfMemoryError as OutOfMemoryError
-    from nbmemprof.recording import profile as profile, record as record, snapshot as snapshot
-    from nbmemprof.counters import stats as stats
+    from nbmemprof.capture import Capture as Capture
+    from nbmemprof.capture import load as load
+    from nbmemprof.errors import NbmemprofError as NbmemprofError
+    from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
+    from nbmemprof.recording import profile as profile
+    from nbmemprof.recording import record as record
+    from nbmemprof.recording import snapshot as snapshot
+    from nbmemprof.stats import stats as stats
