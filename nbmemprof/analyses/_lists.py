@@ -54,7 +54,7 @@ def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = 
     state, size = pl.col("state").cast(pl.String), pl.col("size_bytes")
     free, used = state == "inactive", state.is_in(["active_allocated", "active_pending_free", "unknown"])
     page = pl.when(pl.col("pool").cast(pl.String) == "small").then(rounding.SMALL_BUFFER).otherwise(large_page(conf))
-    offset = (pl.col("addr") - pl.col("segment_addr")).cast(pl.Int64)
+    offset = (pl.col("addr") - pl.col("segment_addr")).cast(pl.Int64, strict=False)  # a damaged file may have blocks below their segment
     pages = ((offset + size) // page - (offset + page - 1) // page).clip(lower_bound=0) * page
     held = used.any().over(*_ON, "segment_addr")
     rows = (
