@@ -313,7 +313,6 @@ class _Reader:
             len(of),
         )  # fmt: skip
         self._keys += [("segments", rows.stacks("frames")[good]), ("blocks", block.keys[keep])]
-        self._sums(rows, good, addr, total, np.where(allocated_status == OK, allocated, -1), parent, block, keep)
         return {"segments": frame, "blocks": blocks}
 
     def _states(self, block: _Blocks, keep: Array) -> None:
@@ -322,26 +321,6 @@ class _Reader:
             lost = format_bytes(int(block.size[keep & (block.state == 3)].sum()))
             said = [f"{word[:40]!r} {format_count(count)}×" for word, count in strange.items()]
             self.warnings.append(f"unknown block states, {lost} together, counted apart: {', '.join(said[:10])}{_more(said)}")
-
-    def _sums(self, rows: Rows, good: Array, addr: Ints, total: Ints, allocated: Ints, parent: Ints, block: _Blocks, keep: Array) -> None:
-        size = np.where(keep, block.size, 0)
-        filled = np.bincount(parent, weights=size, minlength=rows.count)
-        live = np.bincount(parent, weights=np.where(block.state == 0, size, 0), minlength=rows.count)
-        unsure = np.bincount(parent, weights=~keep | (block.state == 3), minlength=rows.count) > 0
-        has_blocks = np.bincount(parent, minlength=rows.count) > 0
-        if odd := int((good & has_blocks & ~unsure & (filled != total)).sum()):
-            self.warnings.append(f"inconsistent: the blocks of {format_count(odd)} of {format_count(int(good.sum()))} segments don't add up to the segment's size; both are shown as the file has them")
-        if odd := int((good & has_blocks & ~unsure & (allocated >= 0) & (live != allocated)).sum()):
-            self.warnings.append(f"inconsistent: in {format_count(odd)} of {format_count(int(good.sum()))} segments the live blocks don't add up to allocated_size; the blocks are used")
-        at, end = block.addr[keep], (block.addr + block.size)[keep]
-        of, some = parent[keep], size[keep] > 0
-        at, end, of = at[some], end[some], of[some]
-        order = np.lexsort((at, of))
-        at, end, of = at[order], end[order], of[order]
-        overlap = int(((at[1:] < end[:-1]) & (of[1:] == of[:-1])).sum())
-        outside = int(((at < addr[of]) | (end > addr[of] + total[of])).sum())
-        if overlap or outside:
-            self.warnings.append(f"inconsistent: {format_count(overlap)} blocks overlap the one before them and {format_count(outside)} lie outside of their segment; sums may count bytes twice")
 
     # ------------------------------------------------------------------ marks
     def marks(self, events: pl.DataFrame, traces: list[tuple[int, int, Array]]) -> dict[str, pl.DataFrame]:

@@ -289,11 +289,11 @@ def test_malformed_segments_and_blocks_are_skipped_and_counted():
 
 
 def test_sums_that_do_not_match_are_inconsistent():
-    assert warned(both([segment((512, "inactive"), total_size=4096)]), "inconsistent: the blocks of 1 of 1 segments don't add up")
-    assert warned(both([segment((512, "active_allocated"), allocated_size=0)]), "inconsistent: in 1 of 1 segments the live blocks")
+    assert "do not add up to the segment's size" in warned(both([segment((512, "inactive"), total_size=4096)]), "inconsistent")[0]
+    assert "another allocated size" in warned(both([segment((512, "active_allocated"), allocated_size=0)]), "inconsistent")[0]
     doubled = segment((512, "active_allocated"), (512, "active_allocated"))
     doubled["blocks"][1]["address"] -= 256
-    assert warned(both([doubled]), "inconsistent: 1 blocks overlap")
+    assert "overlap" in warned(both([doubled]), "inconsistent")[0]
 
 
 def test_times_that_go_back_are_said_and_kept():
