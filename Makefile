@@ -39,7 +39,8 @@ lab: $(STAMP)
 
 soak: $(STAMP)
 	@mkdir -p $(dir $(LOG))
-	@$(BIN)/python -m pytest tests -m soak -s --benchmark-enable 2>&1 | tee $(LOG)
+	@{ $(BIN)/python -m pytest tests -m soak -s --benchmark-enable; \
+	  for script in tests/benchmarks/bench_*.py; do echo; echo "== $$script"; $(BIN)/python $$script; done; } 2>&1 | tee $(LOG)
 
 clean:
 	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
