@@ -118,9 +118,7 @@ class Capture:
         if not isinstance(other, Capture):
             return NotImplemented
         return self is other or (
-            self.meta == other.meta
-            and list(self.tables) == list(other.tables)
-            and all(self.tables[n].equals(other.tables[n]) for n in self.tables)
+            self.meta == other.meta and list(self.tables) == list(other.tables) and all(self.tables[n].equals(other.tables[n]) for n in self.tables)
         )
 
     __hash__ = object.__hash__
@@ -203,7 +201,9 @@ def load(source: str | os.PathLike[str] | bytes | IO[bytes] | Mapping[str, Any] 
         return torch_snapshot.from_object(source, **options)
     if isinstance(source, (bytes, bytearray, memoryview)):
         data = bytes(source)
-        return _load_zip(io.BytesIO(data), "the bytes given") if data[:4] == b"PK\x03\x04" else torch_snapshot.from_bytes(data, name="the bytes given", **options)
+        return (
+            _load_zip(io.BytesIO(data), "the bytes given") if data[:4] == b"PK\x03\x04" else torch_snapshot.from_bytes(data, name="the bytes given", **options)
+        )
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
         if path.is_dir():
@@ -230,7 +230,9 @@ def _meta(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(head, dict) or not isinstance(head.get("meta"), dict) or not isinstance(head.get("schema"), int):
         raise InputRefused(f"{where}: meta.json is not a capture's. Is this an .nbmem file?")
     if head["schema"] > schema.SCHEMA_VERSION:
-        raise InputRefused(f"{where} was written with schema version {head['schema']}; this nbmemprof reads up to {schema.SCHEMA_VERSION}. Install a newer nbmemprof.")
+        raise InputRefused(
+            f"{where} was written with schema version {head['schema']}; this nbmemprof reads up to {schema.SCHEMA_VERSION}. Install a newer nbmemprof."
+        )
     meta: dict[str, Any] = head["meta"]
     if meta.get("origin") not in schema.ORIGINS or not isinstance(meta.get("warnings"), list) or not isinstance(meta.get("dropped"), dict):
         raise InputRefused(f"{where}: meta.json is not a capture's (origin {meta.get('origin')!r}). Save the capture again.")

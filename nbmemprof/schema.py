@@ -278,5 +278,7 @@ def check(table: str, frame: pl.DataFrame) -> pl.DataFrame:
         if name not in here:
             raise SchemaError(f"The table {table!r} lacks its column {name!r} ({dtype}). Build it with schema.fill({table!r}, ...).")
         if here[name] != dtype:
-            raise SchemaError(f"Column {name!r} of the table {table!r} is {here[name]}, not {dtype}. Cast it, or build the frame with schema.fill({table!r}, ...).")
+            raise SchemaError(
+                f"Column {name!r} of the table {table!r} is {here[name]}, not {dtype}. Cast it, or build the frame with schema.fill({table!r}, ...)."
+            )
     return frame

@@ -17,7 +17,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "pynvml")
 
 # room -> the rooms that its modules may import from, at the top or inside a function
-GROUND = {"errors", "units", "_optional", "_jit", "_torch_import", "_follow", "schema", "capture", "heap"}
+GROUND = {"errors", "units", "_optional", "_jit", "_torch_import", "schema", "capture", "heap"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
@@ -26,8 +26,7 @@ ALLOWED = {
     "capture": {"errors", "units", "schema"},
     "_jit": {"errors", "_optional"},
     "_torch_import": {"errors", "_optional"},
-    "_follow": {"errors", "units", "_optional", "_jit", "schema"},
-    "heap": GROUND - {"heap"} | {"allocator"},
+    "heap": GROUND | {"allocator"},
     "allocator": GROUND | {"allocator"},
     "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
     "sources": GROUND | {"sources", "flags"},

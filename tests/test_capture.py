@@ -123,7 +123,12 @@ def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for given_, says in [(tmp_path / "none.nbmem", "can't be opened"), (tmp_path, "no meta.json"), (3, "int is not something to load"), (io.StringIO("text"), "mode 'rb'")]:
+    for given_, says in [
+        (tmp_path / "none.nbmem", "can't be opened"),
+        (tmp_path, "no meta.json"),
+        (3, "int is not something to load"),
+        (io.StringIO("text"), "mode 'rb'"),
+    ]:
         with pytest.raises(InputRefused, match=says):
             mp.load(given_)
 

@@ -81,7 +81,9 @@ def test_a_request_that_the_layout_can_not_serve_is_counted() -> None:
     a = Allocator()
     a.malloc(1000)
     made = capture([a])
-    elsewhere = made.events.with_columns(pl.when(pl.col("action").cast(pl.String) == "alloc").then(pl.lit(12345 * 512, pl.UInt64)).otherwise("addr").alias("addr"))
+    elsewhere = made.events.with_columns(
+        pl.when(pl.col("action").cast(pl.String) == "alloc").then(pl.lit(12345 * 512, pl.UInt64)).otherwise("addr").alias("addr")
+    )
     derived = build(made, events=elsewhere)
     assert any("do not fit the layout" in w for w in derived.meta["warnings"])
     assert not derived.allocations["size_exact"].all()

@@ -12,7 +12,19 @@ from nbmemprof.units import format_bytes, format_count, format_time_us, parse_by
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("8GiB", 8 << 30), ("8 gib", 8 << 30), ("8G", 8 << 30), ("80GB", 80 * 10**9), ("512MiB", 512 << 20), ("1.5KiB", 1536), ("17", 17), (17, 17), (2.0, 2), ("1e3", 1000), ("0", 0)],
+    [
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("8G", 8 << 30),
+        ("80GB", 80 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5KiB", 1536),
+        ("17", 17),
+        (17, 17),
+        (2.0, 2),
+        ("1e3", 1000),
+        ("0", 0),
+    ],
 )
 def test_sizes_are_read(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
@@ -26,7 +38,17 @@ def test_what_is_no_size_is_refused_with_the_value(text: object) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1024**2 - 1, "1 MiB"), (15 << 30, "15 GiB"), (-2048, "−2 KiB"), (None, "unknown"), (float("nan"), "unknown")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1024**2 - 1, "1 MiB"),
+        (15 << 30, "15 GiB"),
+        (-2048, "−2 KiB"),
+        (None, "unknown"),
+        (float("nan"), "unknown"),
+    ],
 )
 def test_sizes_are_printed(size: float | None, text: str) -> None:
     assert format_bytes(size) == text

@@ -22,7 +22,9 @@ def peak_of(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
     ``size_bytes requested_bytes reserved_bytes`` (None: can't be known), ``seq`` (None: kept as the picture
     ``snapshot_id``, or before the first event) and ``time_us``.
     """
-    live, asked, reserved = (max(start, int(values.max(initial=0))) for start, values in zip(curve.start, (curve.live, curve.requested, curve.reserved), strict=True))
+    live, asked, reserved = (
+        max(start, int(values.max(initial=0))) for start, values in zip(curve.start, (curve.live, curve.requested, curve.reserved), strict=True)
+    )
     at = curve.peak
     found: dict[str, Any] = {
         "size_bytes": live, "requested_bytes": asked, "reserved_bytes": reserved, "seq": int(curve.seq[at]) if at >= 0 else None, "position": at,
@@ -36,7 +38,13 @@ def peak_of(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
             if kept.get(key) is not None:
                 found[name] = max(int(kept[key]), found[name] or 0)
         if int(kept["peak_allocated_bytes"]) > live:
-            found |= {"size_bytes": int(kept["peak_allocated_bytes"]), "seq": kept.get("seq"), "time_us": kept.get("time_us"), "snapshot_id": kept.get("snapshot_id"), "position": None}
+            found |= {
+                "size_bytes": int(kept["peak_allocated_bytes"]),
+                "seq": kept.get("seq"),
+                "time_us": kept.get("time_us"),
+                "snapshot_id": kept.get("snapshot_id"),
+                "position": None,
+            }
     return found
 
 

@@ -8,7 +8,9 @@ import polars as pl
 
 __all__ = ["is_user_file", "site_of_stacks", "with_site"]
 
-_LIBRARY = re.compile(r"(^|[/\\])(site-packages|dist-packages|python3\.\d+|torch)[/\\]|^(<frozen |<__array_function__|<string>|<eval_with_key>|\?\?$)|\.(cpp|cc|cu|h|so)\b|^$")
+_LIBRARY = re.compile(
+    r"(^|[/\\])(site-packages|dist-packages|python3\.\d+|torch)[/\\]|^(<frozen |<__array_function__|<string>|<eval_with_key>|\?\?$)|\.(cpp|cc|cu|h|so)\b|^$"
+)
 _OLD_CELL = re.compile(r"^<ipython-input-(\d+)[^>]*>$")
 
 
@@ -30,7 +32,10 @@ def site_of_stacks(stacks: pl.DataFrame) -> pl.DataFrame:
     if stacks.is_empty():
         return pl.DataFrame(schema={"stack_id": pl.UInt32, "site": pl.String, "function": pl.String, "user": pl.Boolean})
     names = stacks["filename"].unique().drop_nulls().to_list()
-    known = pl.DataFrame({"filename": names, "short": _shortest(names), "user": [is_user_file(n) for n in names]}, schema={"filename": pl.String, "short": pl.String, "user": pl.Boolean})
+    known = pl.DataFrame(
+        {"filename": names, "short": _shortest(names), "user": [is_user_file(n) for n in names]},
+        schema={"filename": pl.String, "short": pl.String, "user": pl.Boolean},
+    )
     found = (
         stacks.join(known, on="filename", how="left")
         .with_columns(pl.col("user").fill_null(value=False))

@@ -28,7 +28,11 @@ def breakdown(capture: Capture, at: str | float = "peak") -> pl.DataFrame:
     """
     keys = ["device", "rank", "kind"]
     live = live_at(capture, at)
-    by_evidence = live.group_by(*keys, "category", "evidence").agg(pl.col("requested_bytes").sum(), pl.col("size_bytes").sum(), pl.len().cast(pl.Int64).alias("count")).sort("size_bytes", "evidence", descending=[True, False])
+    by_evidence = (
+        live.group_by(*keys, "category", "evidence")
+        .agg(pl.col("requested_bytes").sum(), pl.col("size_bytes").sum(), pl.len().cast(pl.Int64).alias("count"))
+        .sort("size_bytes", "evidence", descending=[True, False])
+    )
     summed = by_evidence.group_by(*keys, "category", maintain_order=True).agg(
         pl.col("requested_bytes").sum(), pl.col("size_bytes").sum(), pl.col("count").sum(), pl.col("evidence").cast(pl.String).str.join(", ")
     )

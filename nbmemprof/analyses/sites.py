@@ -33,12 +33,20 @@ def sites(capture: Capture, at: str | float = "peak", top: int | None = None) ->
     rows = with_site(capture.tables["allocations"], capture.tables["stacks"])
     ended = pl.col("free_seq").is_null()
     overall = rows.group_by(keys).agg(
-        pl.col("size_bytes").filter(ended).sum().alias("end_bytes"), pl.col("alloc_seq").count().cast(pl.Int64).alias("allocations"), pl.col("size_bytes").filter(pl.col("alloc_seq").is_not_null()).sum().alias("allocated_bytes")
+        pl.col("size_bytes").filter(ended).sum().alias("end_bytes"),
+        pl.col("alloc_seq").count().cast(pl.Int64).alias("allocations"),
+        pl.col("size_bytes").filter(pl.col("alloc_seq").is_not_null()).sum().alias("allocated_bytes"),
     )
     live = with_site(live_at(capture, at), capture.tables["stacks"])  # a kept picture of the peak has stacks, no sites
-    held = live.group_by([*keys, "stack_id"]).agg(pl.col("size_bytes").sum(), pl.col("requested_bytes").sum(), pl.len().cast(pl.Int64).alias("count")).sort("size_bytes", "stack_id", descending=[True, False])
+    held = (
+        live.group_by([*keys, "stack_id"])
+        .agg(pl.col("size_bytes").sum(), pl.col("requested_bytes").sum(), pl.len().cast(pl.Int64).alias("count"))
+        .sort("size_bytes", "stack_id", descending=[True, False])
+    )
     now = held.group_by(keys, maintain_order=True).agg(pl.col("size_bytes", "requested_bytes", "count").sum(), pl.col("stack_id").first())
-    joined = overall.join(now, on=keys, how="full", coalesce=True, nulls_equal=True).with_columns(pl.col("size_bytes", "requested_bytes", "count", "end_bytes", "allocations", "allocated_bytes").fill_null(0))
+    joined = overall.join(now, on=keys, how="full", coalesce=True, nulls_equal=True).with_columns(
+        pl.col("size_bytes", "requested_bytes", "count", "end_bytes", "allocations", "allocated_bytes").fill_null(0)
+    )
     whole = pl.col("size_bytes").sum().over("device", "rank", "kind")
     made = (
         joined.with_columns(pl.when(whole > 0).then(pl.col("size_bytes") / whole).alias("share"), pl.lit(capture.meta["origin"]).alias("origin"))

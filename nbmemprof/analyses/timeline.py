@@ -16,13 +16,30 @@ from nbmemprof.errors import NbmemprofError
 __all__ = ["timeline"]
 
 Array = npt.NDArray[Any]
-BY = {"category": "category", "site": "site", "layer": "layer", "phase": "phase", "pool": "pool_id", "stream": "stream", "kind": "kind", "rank": "rank", "total": ""}
+BY = {
+    "category": "category",
+    "site": "site",
+    "layer": "layer",
+    "phase": "phase",
+    "pool": "pool_id",
+    "stream": "stream",
+    "kind": "kind",
+    "rank": "rank",
+    "total": "",
+}
 OTHER = "(other)"
 NOT_KNOWN = "(not known)"
 
 
 def timeline(
-    capture: Capture, by: str = "category", max_points: int = 2000, *, top: int = 10, device: int | None = None, start_us: float | None = None, end_us: float | None = None
+    capture: Capture,
+    by: str = "category",
+    max_points: int = 2000,
+    *,
+    top: int = 10,
+    device: int | None = None,
+    start_us: float | None = None,
+    end_us: float | None = None,
 ) -> pl.DataFrame:
     """How did the bytes in use change over time?
 
@@ -66,7 +83,9 @@ def _device(capture: Capture, curve: heap.Curve, by: str, max_points: int, top: 
     if by == "total":
         names = ["live", "requested"] + (["reserved"] if curve.key[2] == "device" else [])
         at = _keep(curve.live, low, high, max_points // len(names) - 1)
-        columns = [np.concatenate([[start], values[at]]) for start, values in zip(curve.start, (curve.live, curve.requested, curve.reserved), strict=True)][: len(names)]
+        columns = [np.concatenate([[start], values[at]]) for start, values in zip(curve.start, (curve.live, curve.requested, curve.reserved), strict=True)][
+            : len(names)
+        ]
         values = np.stack(columns, axis=1)
     else:
         names, rows, group = _series(capture, curve, by, top)
@@ -123,7 +142,16 @@ def _series(capture: Capture, curve: heap.Curve, by: str, top: int) -> tuple[lis
     names = [words[int(i)] for i in example]
     # order by bytes at the device's peak, then by all bytes ever given
     peak = int(curve.seq[curve.peak]) if curve.peak >= 0 else None
-    live = rows.select(((pl.col("alloc_seq").is_null() | (pl.col("alloc_seq") <= peak)) & (pl.col("free_seq").is_null() | (pl.col("free_seq") > peak))) if peak is not None else pl.col("alloc_seq").is_null()).to_series().fill_null(value=False).to_numpy()
+    live = (
+        rows.select(
+            ((pl.col("alloc_seq").is_null() | (pl.col("alloc_seq") <= peak)) & (pl.col("free_seq").is_null() | (pl.col("free_seq") > peak)))
+            if peak is not None
+            else pl.col("alloc_seq").is_null()
+        )
+        .to_series()
+        .fill_null(value=False)
+        .to_numpy()
+    )
     size = rows["size_bytes"].fill_null(0).to_numpy()
     weight = np.bincount(group, weights=size * live, minlength=len(used)) + 1e-9 * np.bincount(group, weights=size, minlength=len(used))
     order = np.argsort(-weight, kind="stable")

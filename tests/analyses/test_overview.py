@@ -26,7 +26,9 @@ def trained() -> Capture:
             a.free(block)
     a.malloc(MIB, frames("train.py:22 step", MAIN))
     made = capture([a])
-    return heap.build({n: made.tables[n] for n in ("events", "segments", "blocks", "stacks")}, source="test", capacity_bytes={"0": 100 * MIB}, outside_bytes={"0": 7})
+    return heap.build(
+        {n: made.tables[n] for n in ("events", "segments", "blocks", "stacks")}, source="test", capacity_bytes={"0": 100 * MIB}, outside_bytes={"0": 7}
+    )
 
 
 def test_summary_tells_peak_and_end() -> None:
@@ -81,7 +83,16 @@ def test_sites_name_the_innermost_line_of_the_user() -> None:
 
 
 def stacks(*rows: tuple[int, int, str, int | None]) -> pl.DataFrame:
-    return schema.fill("stacks", {"stack_id": [r[0] for r in rows], "depth": [r[1] for r in rows], "function": ["f"] * len(rows), "filename": [r[2] for r in rows], "line": [r[3] for r in rows]})
+    return schema.fill(
+        "stacks",
+        {
+            "stack_id": [r[0] for r in rows],
+            "depth": [r[1] for r in rows],
+            "function": ["f"] * len(rows),
+            "filename": [r[2] for r in rows],
+            "line": [r[3] for r in rows],
+        },
+    )
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
@@ -90,13 +101,31 @@ def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
 
 
 def test_a_cell_is_named_by_its_number_and_a_library_only_stack_by_its_innermost_frame() -> None:
-    found = site_of_stacks(stacks((0, 0, "<ipython-input-7-abc>", 3), (1, 0, "lib/python3.12/site-packages/torch/optim/adam.py", 9), (1, 1, "lib/python3.12/runpy.py", 1), (2, 0, "q.py", None)))
+    found = site_of_stacks(
+        stacks(
+            (0, 0, "<ipython-input-7-abc>", 3),
+            (1, 0, "lib/python3.12/site-packages/torch/optim/adam.py", 9),
+            (1, 1, "lib/python3.12/runpy.py", 1),
+            (2, 0, "q.py", None),
+        )
+    )
     assert found.sort("stack_id").select("site", "user").rows() == [("In[7]:3", True), ("adam.py:9", False), ("q.py", True)]
 
 
 @pytest.mark.parametrize(
     ("name", "user"),
-    [("train.py", True), ("In[3]", True), ("/home/me/torch_things/a.py", True), ("/usr/lib/python3.11/threading.py", False), ("/x/site-packages/y/z.py", False), ("torch/nn/functional.py", False), ("??", False), ("", False), ("<frozen importlib._bootstrap>", False), ("/build/aten/src/ATen/Context.cpp", False)],
+    [
+        ("train.py", True),
+        ("In[3]", True),
+        ("/home/me/torch_things/a.py", True),
+        ("/usr/lib/python3.11/threading.py", False),
+        ("/x/site-packages/y/z.py", False),
+        ("torch/nn/functional.py", False),
+        ("??", False),
+        ("", False),
+        ("<frozen importlib._bootstrap>", False),
+        ("/build/aten/src/ATen/Context.cpp", False),
+    ],
 )
 def test_which_files_are_the_users(name: str, user: bool) -> None:
     assert is_user_file(name) is user

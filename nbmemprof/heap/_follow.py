@@ -16,7 +16,9 @@ ALLOC, FREE, DONE, SEGMENT_ALLOC, SEGMENT_FREE, MAP, UNMAP, OTHER = range(8)
 Ints = MutableSequence[int]
 
 
-def pair(act: Ints, where: Ints, ev_row: Ints, row_first: Ints, row_alloc: Ints, row_free: Ints, row_done: Ints, open_row: Ints, seen: Ints, count: Ints) -> int:
+def pair(
+    act: Ints, where: Ints, ev_row: Ints, row_first: Ints, row_alloc: Ints, row_free: Ints, row_done: Ints, open_row: Ints, seen: Ints, count: Ints
+) -> int:
     """Give every alloc and free event its allocation.
 
     ``where`` is the event's address as an index; ``open_row`` and ``seen`` are one cell an address (-1, 0).
