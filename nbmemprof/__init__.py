@@ -19,7 +19,7 @@ _NAMES = {
     "record": "recording",
     "profile": "recording",
     "snapshot": "recording",
-    "stats": "stats",
+    "stats": "memory_stats",
     "summary": "analyses.summary",
     "timeline": "analyses.timeline",
     "breakdown": "analyses.breakdown",
@@ -79,4 +79,4 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
-    from nbmemprof.stats import stats as stats
+    from nbmemprof.memory_stats import stats as stats

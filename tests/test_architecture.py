@@ -32,10 +32,10 @@ ALLOWED = {
     "sources": GROUND | {"sources", "flags"},
     "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
     "views": GROUND | {"analyses", "views"},
-    "stats": {"errors", "units", "_optional", "schema"},
+    "memory_stats": {"errors", "units", "_optional", "schema"},
     "recording": GROUND | {"sources", "flags"},
-    "verbs": GROUND | {"verbs", "sources", "analyses", "views", "flags", "stats", "recording", ""},
-    "magics": GROUND | {"sources", "analyses", "views", "verbs", "flags", "stats", "recording"},
+    "verbs": GROUND | {"verbs", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
+    "magics": GROUND | {"sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
 }
 # A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
 LAZY_UP = {
@@ -164,3 +164,11 @@ def test_no_tracked_text_names_a_machine():
         if path.suffix in {".py", ".md", ".ipynb", ".toml", ".cfg", ".txt", ".js", ".cu", ".json"} and path.is_file():
             text = path.read_text(errors="replace")
             assert not [home for home in homes if f'"{home}' in text or f" {home}" in text or f"`{home}" in text or f"'{home}" in text], name
+
+
+def test_no_module_at_the_top_has_the_name_of_a_public_function() -> None:
+    """Importing a module binds its name in the package: it would hide a function of that name."""
+    import nbmemprof
+
+    tops = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert tops & set(nbmemprof._NAMES) == set()

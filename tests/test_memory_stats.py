@@ -72,7 +72,7 @@ def test_a_nested_dict_is_read_like_a_flat_one() -> None:
 
 
 def test_free_bytes_beside_used_ones_are_pinned_by_whole_pages_where_segments_expand() -> None:
-    from nbmemprof.stats import _pinned
+    from nbmemprof.memory_stats import _pinned
 
     def segment(expandable: bool, *blocks: tuple[int, str]) -> dict[str, Any]:
         sizes = [{"size": size * MIB, "state": state} for size, state in blocks]
