@@ -12,9 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 import mutants
+import pytest
 
 BATCH = 500
 
