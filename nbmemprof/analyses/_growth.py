@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
@@ -30,6 +30,7 @@ class Clock:
     period: float
     stop: int
     how: str
+    over_layers: bool = False  # its rounds lie inside one call of a module
 
     @property
     def count(self) -> int:
@@ -93,7 +94,7 @@ def _likeliest(beats: pl.DataFrame, born: pl.DataFrame, start: int, end: int, st
         choices.append(Clock(bounds, period, min(end, int(last + period)), "stacks that come round"))
         if not _goes_over_layers(born, bounds, key, stacks):
             return choices[-1]
-    return choices[0] if choices else None
+    return replace(choices[0], over_layers=True) if choices else None
 
 
 def _goes_over_layers(born: pl.DataFrame, bounds: pl.Series, key: int, stacks: _Stacks) -> bool:
@@ -279,6 +280,7 @@ def _row(c: dict[str, Any], mine: pl.DataFrame, kept: pl.DataFrame, part: pl.Dat
     older = part.filter((pl.col("key") == c["key"]) & pl.col("alloc_seq").is_null() & pl.col("free_seq").is_null())
     older = older.filter(pl.col("size_bytes").is_in(kept.get_column("size_bytes").unique().implode()))
     size = int(kept.get_column("size_bytes").sum())
+    lost = older if known["truncated"] else older.head(0)  # a window's older blocks were told by the window before
     half = int((its > (its.min() + clock.count) / 2).sum())  # type: ignore[operator]
     text = f"{kept.height} of {mine.height} blocks made are kept, in {hits} of {max(hits, clock.count)} iterations ({clock.how}); {kept.height - half} in the first half, {half} in the second"
     if older.height:
@@ -290,7 +292,7 @@ def _row(c: dict[str, Any], mine: pl.DataFrame, kept: pl.DataFrame, part: pl.Dat
     if known["truncated"]:
         text += "; the history is truncated"
     return {
-        "key": c["key"], "stack_id": c["stack_id"], "leak_bytes": size + int(older.get_column("size_bytes").sum()), "leak_count": kept.height + older.height,
+        "key": c["key"], "stack_id": c["stack_id"], "leak_bytes": size + int(lost.get_column("size_bytes").sum()), "leak_count": kept.height + lost.height,
         "bytes_per_iteration": round(size / hits / max(gap, 1e-9)), "iterations": max(hits, clock.count), "confidence": _confidence(hits, kept, **known), "evidence": text,
     }  # fmt: skip
 

@@ -36,7 +36,7 @@ def leaks(capture: Capture) -> pl.DataFrame:
     One row a full stack, by ``leak_bytes`` descending: ``device rank kind``; ``site``, the frame at which the stack differs
     from the others of the same innermost line, else the innermost user frame (null: no frames, told by size only);
     ``stack`` ("file:line function", innermost first); ``leak_bytes`` and ``leak_count``: blocks live at the end, the first
-    included, and those older than a truncated trace; ``bytes_per_iteration``; ``iterations`` seen; ``class`` (``growing``, or
+    included, and where the history is truncated those older than it; ``bytes_per_iteration``; ``iterations`` seen; ``class`` (``growing``, or
     ``orphaned``: nobody holds it); ``confidence`` in [0, 1]; ``evidence``; ``stack_id``; ``origin``.
     """
     found = [grown.with_columns(pl.lit(value, dtype=dtype).alias(name) for name, dtype in (("rank", pl.Int64), ("device", pl.Int64), ("kind", pl.String)) for value in (identity[name],)) for identity, _, _, grown in behaviour(capture) if grown.height]

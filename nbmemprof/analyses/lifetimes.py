@@ -34,7 +34,7 @@ def lifetimes(capture: Capture) -> pl.DataFrame:
     was, or its beginning was not seen); ``stack_id``; ``origin``. ``class`` is
 
     * ``growing``: a leak, as ``leaks`` says;
-    * ``temporary``: none is alive, or only those of the iteration that the trace ends in, as earlier ones were given back;
+    * ``temporary``: none is alive, or only those of the iteration that the trace ends in;
     * ``first-step``: made once in the first iteration and kept (optimizer state, workspaces);
     * ``persistent``: made before the iterations, or where none were seen, and kept (weights);
     * ``cached``: kept, made over several iterations, and growing no more: a cache, a window that moves, a list that is emptied;
@@ -71,13 +71,13 @@ def _classes(rows: pl.DataFrame, clock: Clock | None, grown: pl.DataFrame) -> pl
     made = pl.col("alloc_seq").filter(live & pl.col("alloc_seq").is_not_null())
     per = rows.group_by(*HEAP, "stack_id", "key").agg(n=pl.len(), live=live.sum(), older=(live & pl.col("alloc_seq").is_null()).any(), first=made.min(), last=made.max())
     grows = pl.col("key").is_in(grown.get_column("key").implode())
-    if clock is None:
+    if clock is None or clock.over_layers:
         kept = pl.lit("persistent")
     else:
         begins, period, end = clock.bounds[0], clock.period, clock.bounds[-1]
         second = clock.bounds[min(1, clock.count - 1)] + 0.5 * period
         kept = (
-            pl.when((pl.col("first") >= end - 0.5 * period) & (pl.col("n") > pl.col("live")))
+            pl.when(~pl.col("older") & (pl.col("first") >= end - 0.5 * period))
             .then(pl.lit("temporary"))
             .when(pl.col("older") | (pl.col("last") < begins))
             .then(pl.lit("persistent"))

@@ -44,10 +44,10 @@ def oom(capture: Capture) -> pl.DataFrame:
     device; ``stack_id``; ``origin``. Of more than a hundred refusals the first and last fifty are explained; the others have null
     in what would need the heap at their time, and a ``reason`` that says so.
     """
-    refusals = capture.tables["events"].filter(pl.col("action").cast(pl.String) == "oom").sort("seq")
+    refusals = capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
     if refusals.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
-    marks = capture.tables["marks"].filter(pl.col("kind").cast(pl.String) == "oom").select("seq", "value").unique("seq", keep="first")
+    marks = capture.tables["marks"].filter(pl.col("kind") == "oom").select("seq", "value").unique("seq", keep="first")
     sites = _sites(capture.tables["stacks"], refusals.get_column("stack_id"))
     budget = _BLOCKS_LOOKED_AT
     rows = []

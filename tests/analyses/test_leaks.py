@@ -14,6 +14,7 @@ from nbmemprof import schema
 from nbmemprof.analyses.leaks import leaks
 from nbmemprof.capture import Capture
 
+
 def rows(a: Allocator | list[Allocator], **options):
     found = leaks(capture(a if isinstance(a, list) else [a], **options))
     return found.select("site", "leak_bytes", "leak_count", "bytes_per_iteration").rows()
@@ -256,6 +257,19 @@ def test_a_truncated_history_counts_the_older_blocks_and_says_so():
     assert re.search(r"\d+ more are older than the trace", found["evidence"][0])
     assert "truncated" in found["evidence"][0]
     assert found["confidence"][0] < leaks(a.capture())["confidence"][0]
+
+
+def test_a_window_counts_its_own_blocks_and_mentions_the_older():
+    """The second run of a cell: what the first run leaked was told then."""
+    a = Allocator()
+    train(a, 20, lambda _: a.malloc(4096, KEEP))
+    first = len(a.trace)
+    train(a, 10, lambda _: a.malloc(4096, KEEP), built=False)
+    cap = a.capture(first)
+    window = Capture.build(dict(cap.tables.items()), **(cap.meta | {"warnings": []}))
+    found = leaks(window)
+    assert found.select("leak_bytes", "leak_count").rows() == [(10 * 4096, 10)]
+    assert "20 more are older than the trace" in found["evidence"][0]
 
 
 def test_without_frames_a_size_is_told_and_no_site_made_up():

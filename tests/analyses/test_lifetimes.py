@@ -64,6 +64,17 @@ def test_without_iterations_what_stays_is_persistent():
     assert classes(a) == {head(KEEP): "persistent"}
 
 
+def test_a_first_forward_pass_has_no_iterations_and_no_caches():
+    """Its layers are no iterations: what they keep just stays."""
+    a = Allocator()
+    call = "lib/python3.12/site-packages/torch/nn/modules/module.py:1786 _call_impl"
+    for _ in range(12):
+        for line in (10, 11):
+            a.malloc(4096, frames(f"model.py:{line} forward", call, "model.py:31 forward", call, "In[3]:2 <module>"))
+        a.free(a.malloc(4096, frames("model.py:12 forward", call, "model.py:31 forward", call, "In[3]:2 <module>")))
+    assert classes(a) == {"model.py:10": "persistent", "model.py:11": "persistent", "model.py:12": "temporary"}
+
+
 def test_the_live_bytes_of_all_classes_are_all_live_bytes():
     a = Allocator()
     train(a, 12, lambda _: a.malloc(4096, KEEP), end_in_forward=True)
