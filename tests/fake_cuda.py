@@ -28,6 +28,7 @@ class FakeCuda:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.counted = 0
         self.peaks = {"allocated_bytes": 0, "requested_bytes": 0, "reserved_bytes": 0}
+        self.busy: float | None = None
         self.marks: list[int] = []  # positions of the marks that snapshots leave
 
     def clock(self) -> float:
@@ -154,6 +155,9 @@ class FakeCuda:
 
     def process_bytes(self, uuid: str | None) -> int | None:
         return self.heap.reserved + 1000
+
+    def busy_fraction(self, uuid: str | None, since_us: float) -> float | None:
+        return self.busy
 
     def conf(self) -> str:
         return ""

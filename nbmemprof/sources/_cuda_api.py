@@ -11,6 +11,7 @@ from operator import call
 from typing import Any
 
 from nbmemprof import _optional
+from nbmemprof.sources import _nvml
 
 __all__ = ["Cuda", "unavailable"]
 
@@ -52,7 +53,7 @@ class Cuda:
     def forget(self, function: Callable[[], None]) -> None:
         """Take a call back that CUDA's begin has not made."""
         queue = self._torch.cuda._queued_calls
-        queue[:] = [entry for entry in queue if entry[0] is not function]
+        queue[:] = [entry for entry in queue if entry[0] != function]  # a bound method is a new object each time
 
     def devices(self) -> range:
         """Ordinals of the visible devices; CUDA must have begun."""
@@ -115,14 +116,13 @@ class Cuda:
             "limit_bytes": int(fraction * total) if fraction < 1 else None,
         }
 
-    def device_used(self, device: int) -> int:
-        """Bytes in use on the device, by whomever."""
-        free, total = self._torch.cuda.mem_get_info(device)
-        return int(total - free)
+    def process_bytes(self, uuid: str | None) -> int | None:
+        """Bytes that this process holds on a device, as the driver counts them."""
+        return _nvml.process_bytes(uuid)
 
-    def current_device(self) -> int:
-        """Ordinal of the current device."""
-        return int(self._torch.cuda.current_device())
+    def busy_fraction(self, uuid: str | None, since_us: float) -> float | None:
+        """Share of the time since then in which the device ran kernels."""
+        return _nvml.busy_fraction(uuid, since_us)
 
     def conf(self) -> str:
         """The allocator's configuration as the environment gives it."""

@@ -80,7 +80,7 @@ class Stacks:
         return found[inverse.reshape(-1)]
 
     def _intern(self, frames: Sequence[dict[str, Any]]) -> int:
-        content = tuple((str(f.get("filename", "")), str(f.get("name", "")), int(f.get("line") or 0)) for f in frames)
+        content = tuple((str(f.get("filename", "")), str(f.get("name", "")), _line(f.get("line"))) for f in frames)
         return self._ids.setdefault(content, len(self._ids))
 
     def frame(self, used: pl.Series) -> pl.DataFrame:
@@ -95,6 +95,11 @@ class Stacks:
         ]
         columns = list(zip(*rows, strict=True)) if rows else [[]] * 5
         return schema.fill("stacks", {n: pl.Series(n, columns[i], dtype=t) for i, (n, t) in enumerate(schema.dtypes("stacks").items())})
+
+
+def _line(line: int | None) -> int:
+    """0 for a frame whose line Python can't tell; torch writes that as 2**64 - 1 (seen on a frame that unwinds)."""
+    return line if line is not None and 0 < line < 1 << 31 else 0
 
 
 def _from_cell(content: tuple[tuple[str, str, int], ...], cells: dict[str, str]) -> tuple[tuple[str, str, int], ...]:

@@ -1,13 +1,15 @@
-"""Ask the driver (NVML, by ctypes) how many bytes this process holds on a device."""
+"""Ask the driver (NVML, by ctypes) how many bytes this process holds on a device, and how busy the device was."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from functools import cache
+from itertools import pairwise
 
-__all__ = ["process_bytes"]
+__all__ = ["busy_fraction", "process_bytes"]
 
+_UTILIZATION = 1  # NVML_GPU_UTILIZATION_SAMPLES
 _TRY_AGAIN = 7  # NVML_ERROR_INSUFFICIENT_SIZE
 _NOT_TOLD = (1 << 64) - 1
 
@@ -25,18 +27,25 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
+class _Sample(ctypes.Structure):
+    _fields_ = [("time_us", ctypes.c_ulonglong), ("value", ctypes.c_uint), ("_rest", ctypes.c_uint)]
+
+
+def _handle(library: ctypes.CDLL, uuid: str) -> ctypes.c_void_p | None:
+    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    handle = ctypes.c_void_p()
+    return handle if library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0 else None
+
+
 def process_bytes(uuid: str | None, pid: int | None = None) -> int | None:
     """Device bytes of this process; None where the driver doesn't tell.
 
     In a container the driver's process ids are the host's: a process that is alone on the device is taken for this one.
     """
     library = _library()
-    if library is None or not uuid:
-        return None
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    handle = ctypes.c_void_p()
     try:
-        if library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+        handle = _handle(library, uuid) if library is not None and uuid else None
+        if library is None or handle is None:
             return None
         for room in (64, 4096):
             count, rows = ctypes.c_uint(room), (_Process * room)()
@@ -45,7 +54,7 @@ def process_bytes(uuid: str | None, pid: int | None = None) -> int | None:
                 break
         if answer:
             return None
-    except AttributeError:
+    except AttributeError:  # a library that lacks the call
         return None
     return _mine([(r.pid, r.used) for r in rows[: count.value]], os.getpid() if pid is None else pid)
 
@@ -53,3 +62,32 @@ def process_bytes(uuid: str | None, pid: int | None = None) -> int | None:
 def _mine(rows: list[tuple[int, int]], pid: int) -> int | None:
     found = [used for owner, used in rows if owner == pid] or ([rows[0][1]] if len(rows) == 1 else [])
     return found[0] if found and found[0] != _NOT_TOLD else None
+
+
+def busy_fraction(uuid: str | None, since_us: float) -> float | None:
+    """Share of the time since then (Unix µs) in which a kernel ran on the device, by the driver's own samples.
+
+    None where it doesn't tell, or has fewer than three samples (it takes about six a second and keeps some twenty seconds).
+    """
+    library = _library()
+    try:
+        handle = _handle(library, uuid) if library is not None and uuid else None
+        if library is None or handle is None:
+            return None
+        kind, count = ctypes.c_int(), ctypes.c_uint(0)
+        begin = ctypes.c_ulonglong(int(since_us))
+        if library.nvmlDeviceGetSamples(handle, _UTILIZATION, begin, ctypes.byref(kind), ctypes.byref(count), None):
+            return None
+        rows = (_Sample * max(count.value, 1))()
+        if library.nvmlDeviceGetSamples(handle, _UTILIZATION, begin, ctypes.byref(kind), ctypes.byref(count), rows):
+            return None
+    except AttributeError:
+        return None
+    return _mean([(r.time_us, r.value) for r in rows[: count.value]], since_us)
+
+
+def _mean(samples: list[tuple[int, int]], since_us: float) -> float | None:
+    """Mean of the percentages, without the sample that began before."""
+    times = sorted(samples)
+    whole = [value for (before, _), (_, value) in pairwise(times) if before >= since_us]
+    return sum(whole) / len(whole) / 100 if len(whole) >= 3 else None

@@ -19,7 +19,6 @@ from nbmemprof import heap, schema
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.flags import Flag
-from nbmemprof.sources import _nvml
 from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
 from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
@@ -130,10 +129,18 @@ class TorchHistory:
                 self._end()
         return self._made
 
+    @property
+    def event_us(self) -> float | None:
+        """What an entry costs the CPU, with the call stack as it was timed here; None where that is not known."""
+        if self._mode != "own" or (self._stacks != "none" and self._stack_us is None):
+            return None
+        return _BARE_EVENT_US + _STACKS_PER_EVENT * (self._stack_us or 0.0)
+
     # ------------------------------------------------------------------ begin and end
     def _begin_late(self) -> None:
         try:
-            self._begin()
+            if not self._stop.is_set():
+                self._begin()
         except Exception as error:  # called by torch while CUDA begins: must not stop it
             self._notes.append(f"recording was not possible: {error or type(error).__name__}")
 
@@ -261,7 +268,7 @@ class TorchHistory:
             highest = [max((r[i] for r in seen), default=None) for i in (2, 3, 4)]
             allocated, requested, reserved = (a if a is not None else b for a, b in zip(known, highest, strict=True))
             peaks[str(device)] = {
-                "peak_allocated_bytes": allocated, "peak_requested_bytes": requested, "peak_reserved_bytes": reserved,
+                "peak_allocated_bytes": allocated, "peak_requested_bytes": requested or None, "peak_reserved_bytes": reserved,  # cudaMallocAsync fills no requested
                 "time_us": None, "seq": None, "snapshot_id": None,
             }  # fmt: skip
         note = f"no events: {self._why}; torch's counters were read every {_POLL_SECONDS * 1e3:.0f} ms instead"
@@ -287,7 +294,7 @@ class _Assembly:
         tables["marks"] = self._marks(events)
         written = sum(t.taken - since.positions[d] for d, t in ring.tracks.items())
         meta = _facts(self.owner._cuda, {d: t.now for d, t in ring.tracks.items()}, self.last.settings)
-        meta |= {"counters": _counters(ring, since), "recording": self._cost(written), "dropped": {}}
+        meta |= {"counters": _counters(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}}
         thinned = written > events.filter(pl.col("counted")).height
         if thinned:
             self._say_what_is_missing(written, events.height, meta)
@@ -381,21 +388,23 @@ class _Assembly:
             old = old or own
             best[device] = Peak(own.allocated, max(old.requested, own.requested), max(old.reserved, own.reserved), own.clock_us, own.seq, own.blocks)
 
-    def _cost(self, written: int) -> dict[str, Any]:
+    def _cost(self, written: int, devices: dict[str, Any]) -> dict[str, Any]:
+        """What recording cost at most: the work it made for the CPU, and no more than the time in which the device was idle."""
         owner, seconds = self.owner, (self.end_us - self.since.clock_us) / 1e6
-        stack_us = owner._stack_us
-        each = None
-        if owner._mode == "own" and (owner._stacks == "none" or stack_us is not None):
-            each = _BARE_EVENT_US + (_STACKS_PER_EVENT * stack_us if stack_us is not None else 0.0)
+        each = owner.event_us
         drains = (self.ring.seconds - self.since.seconds) * 1e6
         cost = written * each + drains if each is not None else None
-        fraction = cost / (seconds * 1e6) if cost is not None and seconds > 0 else None
+        share = cost / (seconds * 1e6) if cost is not None and seconds > 0 else None
+        told = [owner._cuda.busy_fraction(d["uuid"], self.since.clock_us) for d in devices.values()] if share is not None else []
+        busy = min((b for b in told if b is not None), default=None)
+        fraction = share if share is None or busy is None or None in told else min(share, 1 - busy)
         text = "the recording is the user's own; its cost is not known" if owner._mode == "borrowed" else ""
-        if fraction is not None and each is not None:
+        if fraction is not None and share is not None:
             text = f"recording cost at most {fraction:.1%} of the time: {format_count(written)} events at {each:.1f} µs (a call stack was timed here)"
             text += f", {drains / 1e6:.1f} s to read the history in between" if drains else ""
+            text += f"; that is {share:.1%} of the CPU's time, but the device was busy for {busy:.1%} of it" if fraction < share and busy is not None else ""
         return {
-            "seconds": seconds, "events": written, "cost_us": cost, "cost_fraction": fraction, "cost_text": text,
+            "seconds": seconds, "events": written, "cost_us": cost, "cost_fraction": fraction, "cost_text": text, "cpu_fraction": share, "busy_fraction": busy,
             "stacks": owner._stacks if owner._mode == "own" else None, "mode": owner._mode, "max_entries": self.ring.max_entries if self.ring.own else None, "drains": self.ring.drains,
         }  # fmt: skip
 
@@ -487,5 +496,5 @@ def _facts(cuda: Any, readings: dict[int, Reading], settings: dict[str, Any] | N
 
 
 def _outside(uuid: str | None, reserved: int, cuda: Any) -> int | None:
-    held = cuda.process_bytes(uuid) if hasattr(cuda, "process_bytes") else _nvml.process_bytes(uuid)
+    held = cuda.process_bytes(uuid)
     return held - reserved if held is not None and held >= reserved else None

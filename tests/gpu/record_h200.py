@@ -95,7 +95,7 @@ def keep(out: Path, name: str, start: dict[str, Any]) -> dict[str, Any]:
         if id(frame) not in seen:
             seen.add(id(frame))
             place = frame["filename"]
-            frame["filename"] = "lib/" + place.rpartition("/site-packages/")[2] if "/site-packages/" in place else Path(place).name
+            frame["filename"] = "lib/site-packages/" + place.rpartition("/site-packages/")[2] if "/site-packages/" in place else Path(place).name
     snapshot["device_traces"] = snapshot["device_traces"][:1]
     (out / f"{name}.pickle.gz").write_bytes(gzip.compress(pickle.dumps(snapshot, protocol=4), 9, mtime=0))
     return {"start": start, "end": end}
@@ -112,14 +112,16 @@ def probe(out: Path) -> dict[str, Any]:
     found["device_count_before_init"] = torch.cuda.device_count()
     found["device_count_ms"] = (time.perf_counter() - begin) * 1e3
     found["initialized_by_device_count"] = torch.cuda.is_initialized()
-    found["backend_before_init"] = torch.cuda.get_allocator_backend()
-    found["history_on_before_init"] = torch._C._cuda_isHistoryEnabled()
-    torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=1000)
-    found["initialized_by_record"] = torch.cuda.is_initialized()
+    begin = time.perf_counter()
+    import nbmemprof as mp
+
+    assert mp.record
+    assert mp.summary
+    found["import_ms"] = (time.perf_counter() - begin) * 1e3
+    for name, code in {"record": "torch.cuda.memory._record_memory_history('all', stacks='python', max_entries=1000)", "is_on": "torch._C._cuda_isHistoryEnabled()", "backend": "torch.cuda.get_allocator_backend()"}.items():
+        told = subprocess.run([sys.executable, "-c", f"import torch; print({code}, torch.cuda.is_initialized())"], capture_output=True, text=True, check=False)
+        found[f"{name}_before_init"] = [told.returncode, told.stdout.strip()[-200:], told.stderr.strip()[-200:]]
     keep_it = torch.empty(MIB, device="cuda")
-    found["events_if_recorded_before_init"] = len(torch.cuda.memory._snapshot()["device_traces"][0])
-    torch.cuda.memory._record_memory_history(None)
-    found["history_on_after_stop"] = torch._C._cuda_isHistoryEnabled()
     stats_us = []
     for _ in range(100):
         begin = time.perf_counter()
@@ -171,7 +173,29 @@ def probe(out: Path) -> dict[str, Any]:
     held = _nvml.process_bytes(facts["uuid"])
     found["nvml_ms"] = (time.perf_counter() - begin) * 1e3
     found["nvml_process_bytes"] = held
-    found["device_used_bytes"] = cuda.device_used(0)
+    free, total = torch.cuda.mem_get_info()
+    found["device_used_bytes"] = total - free
+    since, big = time.time() * 1e6, torch.ones(8192, 8192, device="cuda")
+    for _ in range(40):
+        big @ big
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    found["busy_fraction_of_products"] = [_nvml.busy_fraction(facts["uuid"], since), (time.perf_counter() - begin) * 1e3, (time.time() * 1e6 - since) / 1e6]
+    import cProfile
+    import io
+    import pstats
+
+    for _ in range(3):
+        with mp.record(source="torch_history"):
+            pass
+    profile = cProfile.Profile()
+    profile.enable()
+    with mp.record(source="torch_history"):
+        pass
+    profile.disable()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(14)
+    found["empty_window"] = [line for line in text.getvalue().splitlines() if line.strip()]
     found["facts"] = facts
     del keep_it
     return found
@@ -247,10 +271,10 @@ def overhead(out: Path) -> dict[str, Any]:
             torch.cuda.synchronize()
             times[on].append((time.perf_counter() - begin) / steps)
             if rec is not None:
-                told.append(rec.stop().meta["recording"]["cost_fraction"])
+                told.append(rec.stop().meta["recording"])
         off, on_ = statistics.median(times[False]), statistics.median(times[True])
         found[name] = {
-            "step_ms_off": off * 1e3, "step_ms_on": on_ * 1e3, "overhead": on_ / off - 1, "told_cost_fraction": statistics.median(told),
+            "step_ms_off": off * 1e3, "step_ms_on": on_ * 1e3, "overhead": on_ / off - 1, "told_cost_fraction": statistics.median(t["cost_fraction"] for t in told), "told_cpu_fraction": statistics.median(t["cpu_fraction"] for t in told), "busy": [t["busy_fraction"] for t in told],
             "blocks_off_ms": [t * 1e3 for t in times[False]], "blocks_on_ms": [t * 1e3 for t in times[True]],
         }  # fmt: skip
     return found

@@ -57,6 +57,17 @@ def test_a_recording_has_every_event_and_torch_own_peaks() -> None:
     assert capture.meta["recording"]["cost_us"] == pytest.approx(capture.events.height * 2.4)
 
 
+def test_a_busy_device_hides_what_recording_costs_the_cpu() -> None:
+    cuda = FakeCuda()
+    source = begin(cuda)
+    churn(cuda, 300)
+    cuda.busy = 0.99
+    cost = source.stop().meta["recording"]
+    assert cost["cost_fraction"] == pytest.approx(0.01)
+    assert cost["cpu_fraction"] > 0.5  # an event each 3 µs
+    assert "busy for 99.0%" in cost["cost_text"]
+
+
 def test_stopping_twice_gives_the_same_and_switches_off_once() -> None:
     cuda = FakeCuda()
     source = begin(cuda)
@@ -291,6 +302,54 @@ def test_the_driver_tells_this_process_or_the_only_one() -> None:
     assert _mine([(1, 10), (3, 20)], 2) is None
     assert _mine([(2, (1 << 64) - 1)], 2) is None
     assert _mine([], 2) is None
+
+
+def test_the_drivers_samples_count_from_the_first_that_began_after() -> None:
+    from nbmemprof.sources._nvml import _mean
+
+    samples = [(100, 0), (200, 0), (300, 90), (400, 100), (500, 80)]
+    assert _mean(samples, 150) == pytest.approx(0.9)
+    assert _mean(samples, 250) is None  # two are too few
+
+
+def test_waiting_for_cuda_is_given_up_with_the_recording() -> None:
+    """A method bound anew is equal to, but not the same as, the one that was put into torch's queue."""
+    from types import SimpleNamespace
+
+    from nbmemprof.sources._cuda_api import Cuda
+
+    cuda, source = object.__new__(Cuda), torch_history.TorchHistory(FakeCuda())
+    cuda._torch = SimpleNamespace(cuda=SimpleNamespace(_queued_calls=[(print, [])]))
+    cuda.on_init(source._begin_late)
+    cuda.forget(source._begin_late)
+    assert cuda._torch.cuda._queued_calls == [(print, [])]
+
+
+def test_a_frame_without_a_line_is_told_without_one() -> None:
+    """Torch writes 2**64 - 1 for it: seen on a frame that an exception was leaving."""
+    from nbmemprof.sources._cuda_trace import Stacks
+
+    stacks = Stacks()
+    (number,) = stacks.ids([[{"filename": "a.py", "name": "f", "line": 2**64 - 1}]])
+    assert stacks.frame(pl.Series([number], dtype=pl.UInt32)).row(0, named=True)["line"] is None
+
+
+def test_functions_that_are_watched_tell_and_are_put_back() -> None:
+    from types import SimpleNamespace
+
+    from nbmemprof.sources._cuda_api import Cuda
+
+    def empty() -> str:
+        return "emptied"
+
+    heard: list[str] = []
+    cuda = object.__new__(Cuda)
+    cuda._torch, cuda._patched = SimpleNamespace(_C=SimpleNamespace(_cuda_emptyCache=empty)), []
+    cuda.watch({"_cuda_emptyCache": lambda: heard.append("before"), "not there": print}, {"_cuda_emptyCache": lambda: heard.append("after")})
+    assert cuda._torch._C._cuda_emptyCache() == "emptied"
+    assert heard == ["before", "after"]
+    cuda.unwatch()
+    assert cuda._torch._C._cuda_emptyCache is empty
 
 
 def test_the_lines_of_a_peak_that_was_thinned_are_told() -> None:
