@@ -59,15 +59,10 @@ def _ooms(known: Facts, device: Device) -> list[str]:
     said = []
     for row, cut in _some(frame, "out-of-memory errors"):
         where = f" at {middle(row['site'])}" if row.get("site") else ""
-        free = row.get("device_free_bytes")
-        text = f"Out of memory{where}: {format_bytes(row.get('requested_bytes'))} was asked for"
-        text += f" while the device had {format_bytes(free)} free." if free is not None else "."
-        if row.get("reason"):
-            reason = str(row["reason"]).rstrip(".")
-            text += f" {reason[:1].upper()}{reason[1:]}."
+        text = f"Out of memory{where}: {row.get('reason') or format_bytes(row.get('requested_bytes')) + ' asked for.'}"
         helps = row.get("would_help_bytes")
-        text += f" {format_bytes(helps)} less would have been enough" if helps else " A smaller batch or activation checkpointing asks for less"
-        said.append(f"{text}; the lines that held most then are listed below.{cut}")
+        text += f" Giving back {format_bytes(helps)} would have made room" if helps else " A smaller batch or activation checkpointing asks for less"
+        said.append(f"{text}; the lines that held most are in the tables.{cut}")
     return said or [
         "Out of memory" + (f", {device.row['ooms']} times" if device.row["ooms"] > 1 else "") + ". A smaller batch or activation checkpointing asks for less."
     ]
