@@ -127,6 +127,11 @@ class Facts:
         """Whether there is nothing to draw."""
         return not self.devices
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it was recorded that nothing happened: memory is held, but none was given out or back."""
+        return self.meta.get("recording") is not None and not self.capture.events.height
+
     def ask(self, name: str, **options: Any) -> pl.DataFrame:
         """Run one analysis once; a failure is noted and gives an empty frame."""
         key = (name, *sorted(options.items()))
@@ -195,8 +200,8 @@ def _gather(capture: Capture) -> Facts:
                 device,
                 kind,
                 row,
-                _only(found.ask("breakdown"), rank, device, kind),
-                _only(found.ask("sites"), rank, device, kind),
+                _only(pl.DataFrame() if found.is_quiet else found.ask("breakdown"), rank, device, kind),
+                _only(pl.DataFrame() if found.is_quiet else found.ask("sites"), rank, device, kind),
                 _start(capture, row),
                 label if several or device != 0 or rank is not None else "",
             )

@@ -19,6 +19,7 @@ _ALL = 12
 _LONG = 600  # characters of a sentence
 _LOUD_GAP = 0.25  # reserved this much above allocated is worth a sentence
 _MIN_GAP = 64 << 20
+_MIN_LEAK = 1 << 20
 _NEAR = 0.9  # of the capacity or limit
 _COSTLY = 0.05  # share of the cell's time that recording took
 
@@ -31,6 +32,8 @@ def findings(capture: Capture) -> list[str]:
 def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
     """Return the sentences of facts that were gathered already, ``limit`` of them at most."""
     said: list[str] = []
+    if known.is_quiet:
+        return [middle(w, _LONG) for w in _warnings(known)]
     for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _top_site):
         for device in known.devices:
             said += [_at(device, s) for s in rule(known, device)]
@@ -70,7 +73,10 @@ def _ooms(known: Facts, device: Device) -> list[str]:
 
 def _leaks(known: Facts, device: Device) -> list[str]:
     said = []
-    for row, cut in _some(known.of(known.ask("leaks"), device), "growing lines"):
+    frame = known.of(known.ask("leaks"), device)
+    if frame.height:  # a few bytes a step are in the table, not worth a sentence
+        frame = frame.filter(pl.col("leak_bytes") >= min(_MIN_LEAK, device.peak // 1000))
+    for row, cut in _some(frame, "growing lines"):
         site, each = middle(row.get("site") or "an unrecorded line"), row.get("bytes_per_iteration")
         total = f"{_blocks(row.get('leak_count'))}, {format_bytes(row.get('leak_bytes'))}"
         if each:
@@ -89,7 +95,7 @@ def _kept(known: Facts, device: Device) -> list[str]:
     if not rows.height or not rows["end_bytes"][0]:
         return []
     return [
-        f"{format_bytes(kept)} stay allocated after this cell, most of it from {middle(rows['site'][0])} ({format_bytes(rows['end_bytes'][0])}). Delete the names that hold it if you no longer need it."
+        f"{format_bytes(kept)} stay allocated after this cell, most of it from {middle(rows['site'][0])} ({format_bytes(rows['end_bytes'][0])}). If it is not meant to stay, delete the names that hold it."
     ]
 
 
@@ -169,7 +175,7 @@ def _warnings(known: Facts) -> list[str]:
 
 def _unrecorded(known: Facts) -> list[str]:
     said = []
-    for device in known.devices:
+    for device in known.devices if known.capture.events.height else []:
         size, end = device.number("unrecorded_bytes"), device.number("end_allocated_bytes")
         if size and end and size > end // 20:
             said.append(

@@ -48,8 +48,8 @@ class Mount:
 def bundle(capture: Capture) -> dict[str, str]:
     """Return ``text/html`` and ``text/plain`` of the first view, together at most 80 kB."""
     known = facts(capture)
-    if known.is_empty:
-        said = [text.headline(capture), *findings.sentences(known)]
+    if known.is_empty or known.is_quiet:
+        said = [*text.headline(capture).split("\n"), *findings.sentences(known)]
         return {"text/html": _wrap("".join(f"<p>{_html(s)}</p>" for s in said)), "text/plain": "\n".join(map(clean, said))}
     made: dict[str, str] = {}
     for points, rows, devices in _SIZES:

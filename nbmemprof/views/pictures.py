@@ -14,8 +14,8 @@ from nbmemprof.views.svg import Svg, clean, middle, nice_step, shorten, text_wid
 
 __all__ = ["bounds", "breakdown", "sites", "ticks", "timeline"]
 
-WIDTH, HALF = 820, 407
-_LEFT, _RIGHT, _LANE, _PLOT = 62, 226, 15, 190
+WIDTH, HALF = 740, 368  # JupyterLab gives an output about 748 pixels in a window of 1,200; wider pictures are scaled down
+_LEFT, _RIGHT, _LANE, _PLOT = 62, 212, 15, 190
 _LANES = (("phase", "range"), ("step",), ("cell",))
 _SPANS = 60
 
@@ -188,12 +188,13 @@ def ticks(high: float, count: int) -> list[int]:
 
 def breakdown(device: Device, height: int, width: int = HALF) -> tuple[Svg, str] | None:
     """Draw what held memory at the peak as bars; None where the source doesn't know categories."""
+    when = _when(device)
     rows = [(str(c), int(s or 0)) for c, s in device.breakdown.select("category", "size_bytes").iter_rows()] if device.breakdown.height else []
     rows = sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])
     if not rows:
         return None
     return _bars(
-        f"{device.label}: at the peak, by what it is for" if device.label else "At the peak, by what it is for",
+        f"{device.label}: {when}, by what it is for" if device.label else f"{when.capitalize()}, by what it is for",
         [(_theme.word(n), s, _theme.colour(n)) for n, s in rows],
         height,
         width,
@@ -204,6 +205,7 @@ def sites(device: Device, stack: Stack, height: int, width: int = HALF) -> tuple
     """Draw the lines that held most at the peak as bars."""
     if not device.sites.height or not device.sites["site"].drop_nulls().len():
         return None
+    when = _when(device)
     names = {n: i for i, n in enumerate(stack.names)} if stack.by == "site" else {}
     rows = []
     for site, function, size in device.sites.select(
@@ -214,7 +216,11 @@ def sites(device: Device, stack: Stack, height: int, width: int = HALF) -> tuple
             label = clean(f"{name} {function}" if function and function not in name else name)
             rows.append((label, int(size), _theme.colour(name, names[name]) if name in names else ("#7fa8c9" if not names else _theme.OTHER)))
     rows.sort(key=lambda r: -r[1])
-    return _bars(f"{device.label}: at the peak, by line" if device.label else "At the peak, by line", rows, height, width) if rows else None
+    return _bars(f"{device.label}: {when}, by line" if device.label else f"{when.capitalize()}, by line", rows, height, width) if rows else None
+
+
+def _when(device: Device) -> str:
+    return "at the peak" if device.number("peak_allocated_bytes") is not None else "at the end"
 
 
 def _bars(title: str, rows: list[tuple[str, int, str]], height: int, width: int) -> tuple[Svg, str]:

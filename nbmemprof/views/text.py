@@ -39,13 +39,18 @@ def headline(capture: Capture) -> str:
 
 def device_line(known: Facts, device: Device, *, last: bool = True) -> str:
     """Return the headline of one device; with ``last`` the words about the whole capture end it."""
-    parts = [_peak(device)]
+    known_peak = device.number("peak_allocated_bytes") is not None
+    parts = [_peak(device) if known_peak else _state(device)]
+    if known.is_quiet:
+        parts.append("nothing was allocated or freed in this cell")
     kept, is_file = device.kept, known.meta.get("source") == "torch_snapshot"
-    if is_file or kept is None:
+    if not known_peak:
+        pass
+    elif is_file or kept is None:
         parts.append(f"{format_bytes(device.number('end_allocated_bytes'))} live at the end")
     else:
         parts.append(f"kept {format_bytes(kept)}" if kept >= 0 else f"released {format_bytes(-kept)}")
-    if made_of := _made_of(device):
+    if not known.is_quiet and (made_of := _made_of(device)):
         parts.append(made_of)
     if last:
         parts += [p for p in (_cost(known.meta), origin(known.meta)) if p]
@@ -61,6 +66,12 @@ def _peak(device: Device) -> str:
     if low is not None and high is not None and low != high:
         text += f" (between {_in(low, unit)} and {_in(high, unit)})"
     return text + (f" (reserved {_in(reserved, unit)})" if reserved else "")
+
+
+def _state(device: Device) -> str:
+    live, reserved = device.number("end_allocated_bytes"), device.number("end_reserved_bytes")
+    text = f"{format_bytes(live)} live"
+    return text + (f" (reserved {_in(reserved, format_bytes(live).rpartition(' ')[2])})" if reserved else "") + ", peak unknown"
 
 
 def _in(size: int, unit: str) -> str:
@@ -124,18 +135,19 @@ def empty_reason(known: Facts) -> str:
 # ---------------------------------------------------------------------- tables
 def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return (title, head, rows) of each table of one device; titles say "N of M" where rows were cut."""
+    when = "at the peak" if device.number("peak_allocated_bytes") is not None else "at the end"
     made = [("Numbers", ["what", "value"], _numbers(known, device))]
     if device.breakdown.height:
-        made.append(_table("What held memory at the peak", device.breakdown, {
+        made.append(_table(f"What held memory {when}", device.breakdown, {
             "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "evidence": "known by", "origin": "origin",
         }, top + 4))  # fmt: skip
     if device.sites.height and device.sites["site"].drop_nulls().len():
-        made.append(_table("Lines that held most at the peak", device.sites, {
+        made.append(_table(f"Lines that held most {when}", device.sites, {
             "site": "line", "function": "function", "size_bytes": "size", "requested_bytes": "requested", "count": "blocks", "end_bytes": "at the end",
         }, top))  # fmt: skip
     for name, title, columns in _FURTHER:
         frame = known.of(known.ask(name), device)
-        if frame.height:
+        if frame.height and (name != "fragmentation" or frame["free_bytes"].sum()):
             made.append(_table(title, frame, columns, top))
     return made
 
@@ -205,7 +217,7 @@ def report(capture: Capture, top: int = 8) -> str:
     known = facts(capture)
     lines = [headline(capture)]
     lines += [f"  • {sentence}" for sentence in findings.sentences(known)]
-    for device in known.devices[:_DEVICES]:
+    for device in [] if known.is_quiet else known.devices[:_DEVICES]:
         for title, head, rows in tables(known, device, top):
             if title == "Numbers":
                 continue

@@ -270,3 +270,16 @@ def test_facts_do_not_keep_a_capture_alive(training):
     del capture
     gc.collect()
     assert gone() is None
+
+
+def test_a_cell_in_which_nothing_happened_is_one_sentence_and_cheap(training):
+    before = training(on="host")
+    held = before.allocations.filter(pl.col("free_seq").is_null())
+    blocks = schema.fill(
+        "blocks", {"addr": held["addr"], "size_bytes": held["size_bytes"], "kind": "host", "source": "torch", "snapshot_id": 0, "state": "active_allocated"}
+    )
+    quiet = heap.build({"blocks": blocks}, source="torch_cpu", recording={"seconds": 0.1, "events": 0})
+    shown = first.bundle(quiet)
+    assert "nothing was allocated or freed in this cell" in shown["text/plain"]
+    assert Page(shown["text/html"]).images == []
+    assert set(facts(quiet)._answers) == {("summary",)}
