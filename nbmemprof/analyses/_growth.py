@@ -40,7 +40,7 @@ class Clock:
 
 def keyed(allocations: pl.DataFrame) -> pl.DataFrame:
     """Add ``key``: the stack, or where none was recorded the requested size (negative)."""
-    return allocations.with_columns(key=pl.coalesce(pl.col("stack_id").cast(pl.Int64), -1 - pl.col("requested_bytes")))
+    return allocations.with_columns(key=pl.coalesce(pl.col("stack_id").cast(pl.Int64), -1 - pl.col("requested_bytes"), pl.lit(-1)))
 
 
 def _by_key(rows: pl.DataFrame) -> pl.DataFrame:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from nbmemprof.analyses._growth import HEAP, Clock, behaviour
+from nbmemprof.analyses._growth import HEAP, Clock, behaviour, keyed
 from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
 
@@ -45,7 +45,7 @@ def lifetimes(capture: Capture) -> pl.DataFrame:
     if not parts:
         parts = [_classes(capture.tables["allocations"].head(0).with_columns(key=pl.lit(0, dtype=pl.Int64)), None, pl.DataFrame(schema={"key": pl.Int64}))]
     classes = pl.concat(parts)
-    rows = capture.tables["allocations"].with_columns(key=pl.coalesce(pl.col("stack_id").cast(pl.Int64), -1 - pl.col("requested_bytes")))
+    rows = keyed(capture.tables["allocations"])
     life_us, life_events = pl.col("end_us") - pl.col("time_us"), pl.col("free_seq") - pl.col("alloc_seq")
     size, live = pl.col("size_bytes"), pl.col("free_seq").is_null()
     spans = [

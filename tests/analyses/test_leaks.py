@@ -78,6 +78,13 @@ def test_a_cache_that_has_stopped_to_fill_is_no_leak():
     assert rows(a) == []
 
 
+def test_a_cache_that_has_just_stopped_to_fill_is_no_leak():
+    """It filled from step 10 to 34 of 40, one in each: for six steps nothing has come."""
+    a = Allocator()
+    train(a, 40, lambda step: a.malloc(4096, KEEP) if 10 <= step < 34 else None)
+    assert rows(a) == []
+
+
 def test_a_cache_that_fills_ever_more_slowly_is_no_leak():
     """A new shape each 1, 2, 4, 8 … steps."""
     a = Allocator()
@@ -85,7 +92,7 @@ def test_a_cache_that_fills_ever_more_slowly_is_no_leak():
     assert rows(a) == []
 
 
-@pytest.mark.parametrize("width", [2, 3, 10, 30])
+@pytest.mark.parametrize("width", [2, 3, 10, 30, 40])
 def test_the_last_few_that_are_kept_are_no_leak(width):
     """A deque of the last results: as much goes as comes."""
     a = Allocator()
@@ -283,6 +290,19 @@ def test_without_frames_a_size_is_told_and_no_site_made_up():
     assert found.select("site", "stack", "leak_bytes").rows() == [(None, None, 20 * 4096)]
     assert "no frames" in found["evidence"][0]
     assert leaks(few.capture()).is_empty()  # five are too few to tell by size
+
+
+def test_a_backward_pass_without_frames_does_not_set_the_pace():
+    """On a GPU the thread of the backward pass records no frames; its blocks come round with every layer."""
+    a = Allocator()
+    for step in range(10):
+        act = a.malloc(MIB, LAYER)
+        for _ in range(30):
+            a.free(a.malloc(2 * MIB, ()))
+        a.free(act)
+        if step:
+            a.malloc(4096, KEEP)
+    assert leaks(a.capture()).select("leak_bytes", "bytes_per_iteration", "iterations").rows() == [(9 * 4096, 4096, 10)]
 
 
 def test_step_marks_give_the_iterations():

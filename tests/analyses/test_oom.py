@@ -40,6 +40,16 @@ def test_the_site_and_stack_are_those_of_the_request():
     assert row["stack"][-1] == "train.py:9 main"
 
 
+def test_the_block_between_two_holes_is_the_least_wherever_they_lie():
+    """In use 64, 64, free 64, in use 8, free 64: giving back the 8 MiB makes 136 of them."""
+    a = Allocator(limit=270 * MIB)
+    a.free(a.malloc(264 * MIB, SITE))
+    blocks = [a.malloc(n * MIB, SITE) for n in (64, 64, 64, 8, 64)]
+    a.free(blocks[2])
+    a.free(blocks[4])
+    assert refused(a, 120 * MIB)["would_help_bytes"] == 8 * MIB
+
+
 def test_a_little_more_from_the_device_is_told_where_it_is_the_least():
     row = refused(chequered(600 * MIB), 96 * MIB)
     assert (row["device_free_bytes"], row["would_help_bytes"]) == (88 * MIB, 8 * MIB)
