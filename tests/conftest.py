@@ -38,7 +38,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the tests that took clearly longer than they declare."""
+    """What the tests took and declared, and those that took clearly longer than they declare."""
+    if len(_SPENT) > 100:
+        took, declared = (sum(column) for column in zip(*_SPENT.values(), strict=True))
+        terminalreporter.write_line(f"tests took {took:.0f} s and declare {declared:.0f} s")
     over = sorted(((took, declared, name) for name, (took, declared) in _SPENT.items() if took > 2 * declared + 1), reverse=True)
     if over:
         terminalreporter.section("tests that cost more than they declare (@pytest.mark.cost)")

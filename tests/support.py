@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COSTS = pytest.StashKey[list[tuple[str, float]]]()
-DEFAULT_S = 0.2
+DEFAULT_S = 0.05
 
 
 @lru_cache
