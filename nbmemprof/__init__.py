@@ -76,7 +76,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.capture import load as load
     from nbmemprof.errors import NbmemprofError as NbmemprofError
     from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
+    from nbmemprof.memory_stats import stats as stats
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
-    from nbmemprof.memory_stats import stats as stats
