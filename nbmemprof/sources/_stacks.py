@@ -12,9 +12,10 @@ import polars as pl
 
 from nbmemprof import _optional, schema
 
-__all__ = ["CHECKPOINT", "OPTIMIZER", "Layers", "Stacks", "cell_names"]
+__all__ = ["CHECKPOINT", "MODULE", "OPTIMIZER", "Layers", "Stacks", "cell_names"]
 
-OPTIMIZER, CHECKPOINT = 1, 2  # what a stack tells: it runs an optimizer's step; it passes through torch.utils.checkpoint
+# what a stack tells: it runs an optimizer's step, passes through torch.utils.checkpoint, ends where a module of torch.nn makes its parameters
+OPTIMIZER, CHECKPOINT, MODULE = 1, 2, 4
 _OURS = __file__.rpartition("_stacks")[0]
 _LIMIT = 30_000  # distinct paths; one takes about 3 kB
 
@@ -85,6 +86,8 @@ class Stacks:
             name = code.co_filename
             if not name.startswith(_OURS):
                 rows.append((code, frame.f_lineno))
+                if len(rows) == 1 and code.co_name == "__init__" and "/torch/nn/modules/" in name:
+                    told |= MODULE
             if name.endswith("torch/optim/optimizer.py"):
                 told |= OPTIMIZER
             elif name.endswith("torch/utils/checkpoint.py"):
@@ -101,11 +104,15 @@ class Stacks:
     def keep(self, numbers: Iterable[int]) -> dict[int, int]:
         """Forget all stacks but these; gives old number → new number."""
         rows = {number: self._rows[number] for number in sorted(set(numbers)) if number}
-        told = dict(self._numbers.values())
+        told = self.told()
         self._ids, self._held, self.lost, self._rows = {}, {}, 0, [(), *rows.values()]
         renumbered = {old: new for new, old in enumerate(rows, 1)}
         self._numbers = {row: (renumbered[old], told.get(old, 0)) for old, row in rows.items()}
         return renumbered | {0: 0}
+
+    def told(self) -> dict[int, int]:
+        """What each stack tells, by its number."""
+        return dict(self._numbers.values())
 
     def table(self, numbers: Iterable[int]) -> pl.DataFrame:
         """The table ``stacks`` of these numbers, cells named as ``In[7]``."""
@@ -126,6 +133,12 @@ class Layers:
         self.names: list[str | None] = [None]
         self._numbers: dict[str, int] = {}
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._roots: dict[int, weakref.ref[Any]] = {}
+
+    def roots(self) -> list[Any]:
+        """Outermost modules that were called and are alive."""
+        self._roots = {key: ref for key, ref in self._roots.items() if ref() is not None}
+        return [module for ref in self._roots.values() if (module := ref()) is not None]
 
     def of(self, inner: FrameType, outer: FrameType) -> int:
         """Number of the path of the module called in ``inner``; ``outer`` calls the root.
@@ -138,6 +151,7 @@ class Layers:
         if known is not None and known[0]() is module:
             return known[1]
         root = outer.f_locals["self"]
+        self._roots[id(root)] = weakref.ref(root)
         name = type(root).__name__
         paths = {id(child): f"{name}.{path}" if path else name for path, child in root.named_modules()}
         paths.setdefault(id(module), type(module).__name__)

@@ -1,16 +1,16 @@
 """Record the CPU tensor storages of a window: allocation, release, operator, module, Python stack, phase.
 
-Counted is the memory that PyTorch's CPU allocator gives to storages, to the byte. Not counted: what an operator
-takes and gives back inside itself (kernel scratch), memory that is not torch's own (``from_numpy``, ``frombuffer``,
-mapped files, shared memory), other processes (DataLoader workers), threads that ran before the recording began.
-Storages from before the window are met when an operator uses them, or known from an earlier recording.
+Counted is the memory that PyTorch's CPU allocator gives out, to the byte and whoever asks: operators, backward,
+other threads, compiled code, ``torch.load``. Not counted: what an operator takes and gives back inside itself (kernel
+scratch; ``recording["scratch_peak_bytes"]`` has the peak with it), memory that is not this allocator's (``from_numpy``,
+``frombuffer``, mapped files, shared memory), other processes (DataLoader workers). Of what was there before the
+first recording, known are parameters and buffers of modules that the window calls, and large storages that die in it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import time
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,21 @@ from nbmemprof import _optional, heap, schema
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.flags import Flag
-from nbmemprof.sources import _storages as st
+from nbmemprof.sources import _cpu_trace as tr
+from nbmemprof.sources._cpu_hook import SERIAL, unsupported
+from nbmemprof.sources._stacks import MODULE
+from nbmemprof.units import format_count
 
 __all__ = ["FLAGS", "TorchCpu", "source", "unavailable"]
 
 FLAGS: list[Flag] = []
-_CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary")
-_ACTIONS = {st.ALLOC: "alloc", st.FREE: "free_requested", st.OOM: "oom"}
+_CATEGORIES = ("weights", "gradients", "optimizer_state", "activations", "temporary", "buffers")
+_LARGE = 64 << 10  # an unknown release of this size, aligned as tensors are, was a tensor
+_LOSSES = {
+    "events": "history truncated: {count} events of finished allocations were dropped to stay within ring_bytes; the peak's value and composition are kept.",
+    "overrun": "history truncated: {count} events came faster than they could be read and are lost; what is alive may be wrong.",
+    "stacks": "no frames: {count} allocations have no stack, as there were too many different ones.",
+}
 
 
 def unavailable() -> str | None:
@@ -34,9 +42,7 @@ def unavailable() -> str | None:
     torch = _optional.loaded("torch")
     if torch is None or not hasattr(torch, "_C"):
         return "torch is not imported yet"
-    if not hasattr(torch._C, "_push_on_torch_dispatch_stack"):
-        return f"torch {torch.__version__} has no dispatch modes (torch 2.4 or newer is needed)"
-    return None
+    return unsupported()
 
 
 def source() -> TorchCpu:
@@ -50,30 +56,26 @@ class TorchCpu:
     name = "torch_cpu"
 
     def __init__(self) -> None:
-        self._begin: st.Mark | None = None
+        self._begin: tr.Mark | None = None
         self._options: dict[str, Any] = {}
         self._made: Capture | None = None
 
     def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
-        """Begin. ``stacks="all"`` also keeps who released each storage; ``"none"`` gives no stack, layer or optimizer phase."""
+        """Begin. ``stacks="none"`` gives no stack, layer or optimizer phase; "all" is as "python" here."""
         if self._begin is not None:
             raise NotRecording("This torch_cpu source was started before. Make a new one with source().")
         self._options = {"stacks": stacks, "cell": cell}
-        self._begin = st.tracker.acquire(stacks, ring_bytes)
+        self._begin = tr.tracker.acquire(stacks, ring_bytes)
 
-    def mark(self) -> st.Mark:
+    def mark(self) -> tr.Mark:
         """The position now."""
-        return st.tracker.mark()
+        return tr.tracker.mark()
 
-    def cut(self, since: st.Mark) -> Capture:
+    def cut(self, since: tr.Mark) -> Capture:
         """What happened from ``since`` until now."""
-        begin = time.perf_counter()
-        end = st.tracker.mark()
-        refs = [ref for ref in list(st.tracker.live.values()) if ref.bytes]
-        records = st.tracker.records()[since.position :]
-        capture = _capture(records, refs, since, end, self._options)
-        capture.meta["recording"]["cut_seconds"] = time.perf_counter() - begin
-        return capture
+        end = tr.tracker.mark()
+        window = _Window(tr.tracker.rows(), tr.tracker.captures(), since, end)
+        return window.capture(self._options)
 
     def stop(self) -> Capture:
         """Everything since ``start``; recording ends."""
@@ -83,152 +85,199 @@ class TorchCpu:
             try:
                 self._made = self.cut(self._begin)
             finally:
-                st.tracker.release()
+                tr.tracker.release()
         return self._made
 
 
-def _capture(records: st.Records, refs: list[st.Ref], since: st.Mark, end: st.Mark, options: dict[str, Any]) -> Capture:
-    seq, events = _events(records, since.time, options.get("cell"))
-    blocks = _blocks(refs)
-    numbers = np.unique(np.concatenate([records["stack"], np.asarray([ref.stack for ref in refs], np.uint32)]))
-    tables = {
-        "events": events,
-        "blocks": blocks,
-        "stacks": st.tracker.stacks.table(int(n) for n in numbers if n),
-        "hints": _hints(records, seq, refs),
-        "marks": _failures(records, seq, since.time),
-    }
-    capture = heap.build(tables, **_meta(records, since, end, options))
-    seen = {addr: "weights" if what == st.WEIGHT else "gradients" for addr, what in _seen_before(records, refs)}
-    if seen:
-        capture.tables["allocations"] = _attribute_start(capture.tables["allocations"], seen)
-    return capture
+class _Window:
+    """Events of the allocator made into tables."""
+
+    def __init__(self, rows: tr.Rows, captures: tr.Rows, since: tr.Mark, end: tr.Mark) -> None:
+        rows = rows[: np.searchsorted(rows["index"], end.position)]
+        self.rows, self.captures, self.since, self.end = rows, captures, since, end
+        self.partner = tr.match(rows)
+        self.begin = int(np.searchsorted(rows["index"], since.position))
+        self.made = rows["size"] > 0
+        self.failed = self.made & (rows["addr"] == 0)
+        serial = (rows["tag"] & np.uint64(SERIAL)).astype(np.int64)
+        mate = np.maximum(self.partner, 0)
+        self.scratch = (self.partner >= 0) & (rows["tag"] == rows["tag"][mate]) & (serial > 0)
+        self.bytes = np.where(self.made, rows["size"], np.where(self.partner >= 0, rows["size"][mate], 0))
+        self._meet_strangers()
+        at = tr.attribute(rows, captures)
+        self.place = captures[np.maximum(at, 0)] if len(captures) else np.zeros(len(rows), tr.CAPTURE)
+        self.place[at < 0] = 0
+        self.place["op"] = np.where((self.place["serial"] == serial) & (serial > 0), self.place["op"], 0)
+        before = tr.attribute(rows, captures, last=True)
+        self.phase_before = np.where(before >= 0, captures["phase"][np.maximum(before, 0)], 0) if len(captures) else np.zeros(len(rows), np.uint8)
+        self.shown = np.flatnonzero(~self.scratch & (self.bytes > 0) & (np.arange(len(rows)) >= self.begin))
+
+    def _meet_strangers(self) -> None:
+        """Releases without an allocation: known from before the recording, or large enough to have been a tensor's."""
+        stray = np.flatnonzero(~self.made & (self.partner < 0))
+        seen: set[int] = set()
+        for at, addr, size in zip(stray.tolist(), self.rows["addr"][stray].tolist(), self.rows["size"][stray].tolist(), strict=True):
+            if addr in seen:
+                continue
+            seen.add(addr)
+            if addr in tr.tracker.known:
+                self.bytes[at] = tr.tracker.known[addr][0]
+            elif addr % 64 == 0 and -size >= _LARGE:
+                self.bytes[at] = -size - 1
+
+    def capture(self, options: dict[str, Any]) -> Capture:
+        """The tables and what is known about them."""
+        used = _addresses()
+        alive = self._alive(used)
+        stack = self.place["stack"][self.shown[self.made[self.shown]]]
+        numbers = np.unique(np.concatenate([stack, np.asarray([n for _, n in alive.values()], np.uint32)]))
+        seq, events = self._events(options.get("cell"))
+        tables = {
+            "events": events, "blocks": _blocks(alive), "stacks": tr.tracker.stacks.table(int(n) for n in numbers if n),
+            "hints": self._hints(seq, used), "marks": self._failures(seq),
+        }  # fmt: skip
+        capture = heap.build(tables, **self._meta(options))
+        if alive:
+            capture.tables["allocations"] = _attribute_start(capture.tables["allocations"], used)
+        return capture
+
+    def _alive(self, used: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """Address → bytes and stack of every storage that is alive at the end."""
+        touched = set(self.rows["addr"].tolist())
+        alive = {addr: (size, stack) for addr, (size, stack) in tr.tracker.known.items() if addr not in touched}
+        alive |= {addr: (size, 0) for addr, (_, size) in used.items() if size and addr not in touched and addr not in alive}
+        rows = tr.tracker.alive(self.rows, self.partner)
+        return alive | {int(a): (int(s), int(n)) for a, s, n in zip(self.rows["addr"][rows], self.rows["size"][rows], self.place["stack"][rows], strict=True)}
+
+    def _events(self, cell: int | None) -> tuple[np.ndarray[Any, Any], pl.DataFrame]:
+        """Sequence number of each shown row, and the table; a release is two events, as it waits for nothing."""
+        rows, made = self.rows[self.shown], self.made[self.shown]
+        count = np.where(made, 1, 2)
+        seq = np.cumsum(count) - count
+        at = np.repeat(np.arange(len(rows)), count)
+        action = np.where(made[at], np.where(rows["addr"][at] > 0, 0, 3), 1)
+        action[seq[~made] + 1] = 2
+        words = pl.Series(action).replace_strict(dict(enumerate(("alloc", "free_requested", "free_completed", "oom"))), return_dtype=pl.String)
+        size = self.bytes[self.shown][at]
+        time_us = np.maximum.accumulate(np.maximum(rows["time"][at] - self.since.time, 0)) / 1000.0
+        stack = np.where(made[at], self.place["stack"][self.shown][at], 0)
+        columns = {
+            "kind": "host", "source": "torch", "seq": np.arange(len(at)), "time_us": time_us, "action": words, "addr": pl.Series(rows["addr"][at].copy()),
+            "requested_bytes": size, "size_bytes": size, "pool_id": "0_0", "stack_id": _or_null(stack), "cell": cell,
+        }  # fmt: skip
+        return seq, schema.fill("events", columns, len(at))
+
+    def _hints(self, seq: np.ndarray[Any, Any], used: dict[int, tuple[int, int]]) -> pl.DataFrame:
+        """What was seen of each allocation: its operator, layer and phase, and what it turned out to be."""
+        mine = np.flatnonzero(self.made[self.shown] & ~self.failed[self.shown])
+        at = self.shown[mine]
+        place, mate = self.place[at], self.partner[at]
+        dead = mate >= 0
+        seen = np.asarray([0 if d else used.get(a, (0, 0))[0] for a, d in zip(self.rows["addr"][at].tolist(), dead.tolist(), strict=True)], np.int64)
+        told = tr.tracker.stacks.told()
+        module = np.asarray([bool(told.get(n, 0) & MODULE) for n in range(int(place["stack"].max(initial=0)) + 1)])[place["stack"]]
+        ops = [name.decode(errors="replace") for name in tr.tracker.ops]
+        empty = np.asarray([name == "aten::empty" for name in ops])[place["op"]]
+        category, evidence = _judge(place["phase"], self.phase_before[mate] * dead, dead, seen, module & empty)
+        columns = {
+            "alloc_seq": seq[mine], "category": category, "evidence": evidence,
+            "layer": _words(place["layer"], tr.tracker.layers.names), "phase": _words(place["phase"], tr.PHASES), "op": _words(place["op"], [None, *ops[1:]]),
+        }  # fmt: skip
+        return schema.fill("hints", columns, len(mine))
+
+    def _failures(self, seq: np.ndarray[Any, Any]) -> pl.DataFrame:
+        mine = np.flatnonzero(self.failed[self.shown])
+        at = self.shown[mine]
+        columns = {"time_us": (self.rows["time"][at] - self.since.time) / 1000.0, "seq": seq[mine], "kind": "oom", "name": "the system gave no memory"}
+        return schema.fill("marks", columns, len(at))
+
+    def _meta(self, options: dict[str, Any]) -> dict[str, Any]:
+        torch = _optional.require("torch", feature="Recording CPU tensors")
+        tracker, since, end = tr.tracker, self.since, self.end
+        seconds = max((end.time - since.time) / 1e9, 1e-9)
+        cost_us = (end.spent - since.spent + (end.operators - since.operators) * tracker.native_ns) / 1e3
+        fraction = min(cost_us / 1e6 / seconds, 1.0)
+        dropped = {what: count for what, count in (("events", tracker.dropped), ("overrun", tracker.lost), ("stacks", tracker.stacks.lost)) if count}
+        warnings = [text.format(count=format_count(dropped[what])) for what, text in _LOSSES.items() if what in dropped]
+        warnings += [f"inconsistent: the recorder failed {count} times ({text}); the operators themselves ran." for text, count in tracker.faults.items()]
+        window = slice(self.begin, None)
+        change = np.where(self.made, self.bytes, -self.bytes)[window]
+        with_scratch = int(np.cumsum(change).max(initial=0))
+        rise = int(np.cumsum(change * ~self.scratch[window]).max(initial=0))
+        return {
+            "origin": "measured", "source": "torch_cpu", "device": "CPU", "capacity_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "torch": torch.__version__, "versions": {"torch": torch.__version__, "python": platform.python_version()}, "warnings": warnings, "dropped": dropped,
+            "cell": options.get("cell"), "counters": {}, "peaks": {"host": {"rise_bytes": rise}} if tracker.dropped else None,
+            "recording": {
+                "seconds": seconds, "events": len(self.rows) - self.begin, "operators": end.operators - since.operators, "cost_us": cost_us, "cost_fraction": fraction,
+                "cost_text": f"recording took {cost_us / 1e3:.3g} ms of {seconds * 1e3:.3g} ms ({fraction:.1%})", "stacks": options.get("stacks", "python"),
+                "scratch_peak_bytes": with_scratch,
+            },
+        }  # fmt: skip
 
 
-def _events(records: st.Records, start_ns: int, cell: int | None) -> tuple[np.ndarray[Any, Any], pl.DataFrame]:
-    """Sequence number of each record, and the table; a release is two events, as it waits for nothing."""
-    rows = np.where(records["action"] == st.FREE, 2, 1)
-    seq = np.cumsum(rows) - rows
-    at = np.repeat(np.arange(len(records)), rows)
-    second = np.zeros(len(at), bool)
-    second[seq[rows == 2] + 1] = True
-    action = pl.Series(records["action"][at]).replace_strict(_ACTIONS, return_dtype=pl.String)
-    some = records[at]
-    time_us = np.maximum.accumulate(np.maximum(some["time"] - start_ns, 0)) / 1000.0
-    action = pl.select(pl.when(pl.Series(second)).then(pl.lit("free_completed")).otherwise(action)).to_series()
-    columns = {
-        "kind": "host", "source": "torch", "seq": np.arange(len(at)), "time_us": time_us, "action": action, "addr": pl.Series(some["addr"].copy()),
-        "requested_bytes": some["bytes"].copy(), "size_bytes": some["bytes"].copy(), "pool_id": "0_0", "stack_id": _or_null(some["stack"]), "cell": cell,
-    }  # fmt: skip
-    return seq, schema.fill("events", columns, len(at))
+def _addresses() -> dict[int, tuple[int, int]]:
+    """Address → what it is (index of the category, from 1) and bytes, of parameters, their gradients, and buffers of the modules that were called."""
+    found: dict[int, tuple[int, int]] = {}
+    for root in tr.tracker.layers.roots():
+        for tensor, what in [*((p, 1) for p in root.parameters()), *((b, 6) for b in root.buffers()), *((p.grad, 2) for p in root.parameters() if p.grad is not None)]:
+            try:
+                if tensor.device.type == "cpu":
+                    # a gradient's storage is left alone: with a Python object it would count as shared, and autograd would no longer add in place
+                    size = tensor.nbytes if what == 2 else tensor.untyped_storage().nbytes()
+                    found.setdefault(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size(), (what, size))
+            except (RuntimeError, NotImplementedError):  # fake, lazy and sparse tensors have no address
+                continue
+    return found
 
 
 def _or_null(numbers: np.ndarray[Any, Any]) -> pl.Series:
-    series = pl.Series(numbers.copy())
+    series = pl.Series(np.ascontiguousarray(numbers))
     return pl.select(pl.when(series > 0).then(series)).to_series()
 
 
-def _blocks(refs: list[st.Ref]) -> pl.DataFrame:
-    addr = pl.Series([ref.addr for ref in refs], dtype=pl.UInt64)
-    size = pl.Series([ref.bytes for ref in refs], dtype=pl.Int64)
-    stack = _or_null(np.asarray([ref.stack for ref in refs], np.uint32))
+def _blocks(alive: dict[int, tuple[int, int]]) -> pl.DataFrame:
+    addr = pl.Series(list(alive), dtype=pl.UInt64)
+    size = pl.Series([size for size, _ in alive.values()], dtype=pl.Int64)
     columns = {
         "kind": "host", "source": "torch", "snapshot_id": 0, "segment_addr": addr, "addr": addr, "size_bytes": size, "requested_bytes": size,
-        "state": "active_allocated", "pool_id": "0_0", "stack_id": stack,
+        "state": "active_allocated", "pool_id": "0_0", "stack_id": _or_null(np.asarray([n for _, n in alive.values()], np.uint32)),
     }  # fmt: skip
-    return schema.fill("blocks", columns, len(refs))
+    return schema.fill("blocks", columns, len(alive))
 
 
-def _hints(records: st.Records, seq: np.ndarray[Any, Any], refs: list[st.Ref]) -> pl.DataFrame:
-    """What was seen of each allocation: its operator, layer and phase, and what it turned out to be."""
-    born, died = np.flatnonzero(records["action"] == st.ALLOC), np.flatnonzero(records["action"] == st.FREE)
-    size = int(records["n"].max(initial=-1)) + 1
-    # by number of the allocation; of the living, what is known now
-    end_phase, seen, dead = np.zeros(size, np.uint8), np.zeros(size, np.uint8), np.zeros(size, bool)
-    died = died[records["n"][died] >= 0]
-    end_phase[records["n"][died]], seen[records["n"][died]], dead[records["n"][died]] = records["phase"][died], records["seen"][died], True
-    for ref in refs:
-        if 0 <= ref.n < size:
-            seen[ref.n] = ref.seen
-    n, phase = records["n"][born], records["phase"][born]
-    category, evidence = _judge(phase, end_phase[n], dead[n], seen[n])
-    ops, layers, phases = st.tracker.ops, st.tracker.layers.names, st.PHASES
-    columns = {
-        "alloc_seq": seq[born], "category": category, "evidence": evidence,
-        "layer": _words(records["layer"][born], layers), "phase": _words(phase, phases), "op": _words(records["op"][born], [None, *ops[1:]]),
-    }  # fmt: skip
-    return schema.fill("hints", columns, len(born))
-
-
-def _judge(phase: np.ndarray[Any, Any], end_phase: np.ndarray[Any, Any], dead: np.ndarray[Any, Any], seen: np.ndarray[Any, Any]) -> tuple[pl.Series, pl.Series]:
+def _judge(phase: Any, end_phase: Any, dead: Any, seen: Any, made_by_module: Any) -> tuple[pl.Series, pl.Series]:
     """Category by what the storage was seen to be, else by the phases in which it was allocated and released; null where neither tells."""
-    backward = (phase == st.BACKWARD) | (phase == st.RECOMPUTE)
-    ends_in_backward = dead & ((end_phase == st.BACKWARD) | (end_phase == st.RECOMPUTE))
-    number = np.select(
-        [
-            seen == st.WEIGHT,
-            seen == st.GRADIENT,
-            (phase == st.STEP) & ~(dead & (end_phase == st.STEP)),
-            (phase != st.STEP) & (phase != st.BACKWARD) & ends_in_backward,
-            dead & (((phase == st.FORWARD) & (end_phase == st.FORWARD)) | (backward & ends_in_backward) | (phase == st.STEP)),
-        ],
-        [0, 1, 2, 3, 4],
-        -1,
-    )
-    category = pl.Series(number).replace_strict(dict(enumerate(_CATEGORIES)), default=None, return_dtype=pl.String)
-    evidence = np.where(number < 0, -1, np.where(number < 2, 0, 1))
-    return category, pl.Series(evidence).replace_strict({0: "storage", 1: "phase"}, default=None, return_dtype=pl.String)
+    backward, ends_in_backward = (phase == tr.BACKWARD) | (phase == tr.RECOMPUTE), dead & ((end_phase == tr.BACKWARD) | (end_phase == tr.RECOMPUTE))
+    rules = [
+        (seen > 0, seen - 1, 0),
+        (made_by_module, 0, 2),
+        ((phase == tr.STEP) & ~(dead & (end_phase == tr.STEP)), 2, 1),
+        ((phase != tr.STEP) & (phase != tr.BACKWARD) & ends_in_backward, 3, 1),
+        ((phase == tr.BACKWARD) & dead & ~ends_in_backward, 1, 1),
+        (dead & (((phase == tr.FORWARD) & (end_phase == tr.FORWARD)) | (backward & ends_in_backward) | (phase == tr.STEP)), 4, 1),
+    ]
+    conditions = [condition for condition, _, _ in rules]
+    category = np.select(conditions, [np.broadcast_to(number, len(phase)) for _, number, _ in rules], -1)
+    evidence = np.select(conditions, [np.full(len(phase), how) for _, _, how in rules], -1)
+    words = pl.Series(category).replace_strict(dict(enumerate(_CATEGORIES)), default=None, return_dtype=pl.String)
+    return words, pl.Series(evidence).replace_strict({0: "storage", 1: "phase", 2: "stack"}, default=None, return_dtype=pl.String)
 
 
 def _words(numbers: np.ndarray[Any, Any], words: Any) -> pl.Series:
     known = {i: word for i, word in enumerate(words) if word is not None}
-    return pl.Series(numbers.copy()).replace_strict(known, default=None, return_dtype=pl.String) if known else pl.Series([None] * len(numbers), dtype=pl.String)
+    return pl.Series(np.ascontiguousarray(numbers)).replace_strict(known, default=None, return_dtype=pl.String) if known else pl.Series([None] * len(numbers), dtype=pl.String)
 
 
-def _seen_before(records: st.Records, refs: list[st.Ref]) -> list[tuple[int, int]]:
-    """Address and use of storages that were there before: parameters and gradients, met in the window."""
-    gone = records[(records["action"] == st.FREE) & (records["seen"] > 0)]
-    return [(int(r["addr"]), int(r["seen"])) for r in gone] + [(ref.addr, ref.seen) for ref in refs if ref.seen]
-
-
-def _attribute_start(allocations: pl.DataFrame, seen: dict[int, str]) -> pl.DataFrame:
-    word = pl.col("addr").replace_strict(seen, default=None, return_dtype=pl.String)
-    applies = pl.col("at_start") & word.is_not_null()
+def _attribute_start(allocations: pl.DataFrame, used: dict[int, tuple[int, int]]) -> pl.DataFrame:
+    """Say what the storages are that were there before the window and are alive."""
+    words = {addr: _CATEGORIES[what - 1] for addr, (what, _) in used.items()}
+    if not words:
+        return allocations
+    word = pl.col("addr").replace_strict(words, default=None, return_dtype=pl.String)
+    applies = pl.col("at_start") & pl.col("free_seq").is_null() & word.is_not_null()
     dtypes = schema.dtypes("allocations")
     return allocations.with_columns(
         pl.when(applies).then(word.cast(dtypes["category"])).otherwise(pl.col("category")).alias("category"),
         pl.when(applies).then(pl.lit("storage", dtypes["evidence"])).otherwise(pl.col("evidence")).alias("evidence"),
     )
-
-
-def _failures(records: st.Records, seq: np.ndarray[Any, Any], start_ns: int) -> pl.DataFrame:
-    at = np.flatnonzero(records["action"] == st.OOM)
-    columns = {"time_us": (records["time"][at] - start_ns) / 1000.0, "seq": seq[at], "kind": "oom", "name": "the system gave no memory"}
-    return schema.fill("marks", columns, len(at))
-
-
-def _meta(records: st.Records, since: st.Mark, end: st.Mark, options: dict[str, Any]) -> dict[str, Any]:
-    torch = _optional.require("torch", feature="Recording CPU tensors")
-    tracker = st.tracker
-    seconds = max((end.time - since.time) / 1e9, 1e-9)
-    cost_us = (end.spent - since.spent + (end.ops - since.ops) * tracker.op_ns) / 1e3
-    fraction = min(cost_us / 1e6 / seconds, 1.0)
-    warnings = []
-    if tracker.dropped:
-        warnings.append(f"history truncated: {tracker.dropped:,} events of finished allocations were dropped to stay within ring_bytes; the peak's value and composition are kept.")
-    if tracker.stacks.lost:
-        warnings.append(f"no frames: {tracker.stacks.lost:,} allocations have no stack, as there were too many different ones.")
-    warnings += [f"inconsistent: the recorder failed {count} times ({text}); the operators themselves ran." for text, count in tracker.faults.items()]
-    change = np.where(records["action"] == st.ALLOC, records["bytes"], np.where(records["action"] == st.FREE, -records["bytes"], 0))
-    dropped = {"events": tracker.dropped} if tracker.dropped else {}
-    if tracker.stacks.lost:
-        dropped["stacks"] = tracker.stacks.lost
-    return {
-        "origin": "measured", "source": "torch_cpu", "device": "CPU", "capacity_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "torch": torch.__version__, "versions": {"torch": torch.__version__, "python": platform.python_version()}, "warnings": warnings, "dropped": dropped,
-        "cell": options.get("cell"), "counters": {}, "peaks": {"host": {"rise_bytes": int(np.cumsum(change).max(initial=0))}} if tracker.dropped else None,
-        "recording": {
-            "seconds": seconds, "events": len(records), "operators": end.ops - since.ops, "cost_us": cost_us, "cost_fraction": fraction, "stacks": options.get("stacks", "python"),
-            "cost_text": f"recording took {cost_us / 1e3:.3g} ms of {seconds * 1e3:.3g} ms ({fraction:.1%}), measured in the recorder's own code",
-        },
-    }  # fmt: skip
