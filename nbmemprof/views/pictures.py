@@ -118,15 +118,17 @@ class _Frame:
             y = 30 + _LANE * n
             rows = marks.filter(pl.col("kind").is_in(lane) & pl.col("end_us").is_not_null()).sort("time_us")
             svg.text(self.x0 - 6, y + 10, lane[0] + "s", anchor="end", fill=_theme.MUTED, size=10)
-            spans = rows.select("time_us", "end_us", "name").rows()
+            spans, unnamed = rows.select("time_us", "end_us", "name").rows(), dict[str, None]()
             for i, (start, end, name) in enumerate(spans[:_SPANS]):
                 a, b = self.x(start), self.x(end)
                 svg.rect(a, y, max(b - a - 0.6, 0.6), _LANE - 3, "#d9dde3" if i % 2 else "#e8eaee")
-                label = shorten(clean(name or ""), b - a - 4, 9.5)
-                if label == clean(name or "") or len(label) > 5:
+                label = shorten(clean(name or ""), (b - a - 2) * 1.1, 9.5)
+                if label == clean(name or "") or len(label) > 8:
                     svg.text((a + b) / 2, y + 9.5, label, size=9.5, anchor="middle")
-            if len(spans) > _SPANS:
-                svg.text(self.x1 + 6, y + 10, f"{_SPANS} of {len(spans)} drawn", fill=_theme.MUTED, size=10)
+                else:
+                    unnamed.setdefault(clean(name or ""))
+            aside = f"{_SPANS} of {len(spans)} drawn" if len(spans) > _SPANS else ", ".join(unnamed)
+            svg.text(self.x1 + 14, y + 10, shorten(aside, _RIGHT - 28, 10), fill=_theme.MUTED, size=10)
 
     def moments(self, svg: Svg, marks: pl.DataFrame) -> None:
         """Mark out-of-memory errors and emptied caches."""

@@ -97,7 +97,8 @@ def _cost(meta: dict[str, Any]) -> str:
     fraction = recording.get("cost_fraction")
     if fraction is None:
         return clean(recording.get("cost_text") or "")
-    return "recording cost < 1 %" if fraction < 0.005 else f"recording cost ~{fraction:.0%}".replace("%", " %")
+    about = "≤ " if recording.get("at_most") else "~"
+    return "recording cost < 1 %" if fraction < 0.005 else f"recording cost {about}{fraction:.0%}".replace("%", " %")
 
 
 def origin(meta: dict[str, Any]) -> str:
