@@ -67,7 +67,7 @@ class Cuda:
         return None if backend == "native" else f"the allocator's backend is {backend}, which keeps no history"
 
     def history_on(self) -> bool:
-        """Whether somebody has switched the allocator's history on."""
+        """Whether somebody has switched the allocator's history on. CUDA must have begun: before, torch 2.11 crashes here."""
         ask = getattr(self._torch._C, "_cuda_isHistoryEnabled", None)
         return bool(ask()) if ask is not None else False
 

@@ -67,7 +67,8 @@ def _mine(rows: list[tuple[int, int]], pid: int) -> int | None:
 def busy_fraction(uuid: str | None, since_us: float) -> float | None:
     """Share of the time since then (Unix µs) in which a kernel ran on the device, by the driver's own samples.
 
-    None where it doesn't tell, or has fewer than three samples (it takes about six a second and keeps some twenty seconds).
+    None where it doesn't tell, or has fewer than six samples (it takes about six a second and keeps some twenty seconds):
+    with fewer, the idle moments before and after would count for too much.
     """
     library = _library()
     try:
@@ -90,4 +91,4 @@ def _mean(samples: list[tuple[int, int]], since_us: float) -> float | None:
     """Mean of the percentages, without the sample that began before."""
     times = sorted(samples)
     whole = [value for (before, _), (_, value) in pairwise(times) if before >= since_us]
-    return sum(whole) / len(whole) / 100 if len(whole) >= 3 else None
+    return sum(whole) / len(whole) / 100 if len(whole) >= 6 else None

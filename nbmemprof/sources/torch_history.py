@@ -30,10 +30,12 @@ __all__ = ["FLAGS", "Mark", "TorchHistory", "picture", "source", "unavailable"]
 FLAGS: list[Flag] = []
 
 _POLL_SECONDS = 0.05
-# Bytes that an entry takes in the ring and, while it is read, as Python objects; measured on an H200, torch 2.11.
-_ENTRY_BYTES = {"none": 900, "python": 1400, "all": 2400}
+_FASTEST = 6e6  # entries a second, more than any thread can write: a short ring is looked at more often
+# Bytes that an entry takes in the ring and, while it is read, as Python objects: 561 without, 1729 with a stack of 25 Python
+# frames (H200, torch 2.11, tests/fixtures/h200/probe.json); C++ frames come on top.
+_ENTRY_BYTES = {"none": 600, "python": 1800, "all": 3600}
 _KEPT_BYTES = 64  # an event that is kept as columns
-_BARE_EVENT_US = 0.4  # an entry without a stack (measured likewise); two of three entries take a stack
+_BARE_EVENT_US = 0.4  # an entry without a stack (measured there too); two of three entries take a stack
 _STACKS_PER_EVENT = 2 / 3
 
 
@@ -201,8 +203,8 @@ class TorchHistory:
             self._ring = None
 
     def _poll(self) -> None:
-        ring = self._ring
-        while ring is not None and not self._stop.wait(_POLL_SECONDS):
+        ring, pause = self._ring, min(_POLL_SECONDS, self._entries / _FASTEST)
+        while ring is not None and not self._stop.wait(pause):
             try:
                 if self._mode == "counters":
                     ring.read()
@@ -331,7 +333,7 @@ class _Assembly:
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:
         ring = self.ring
-        meta["dropped"] = {"events": ring.lost, "events_thinned": written - kept - ring.lost}
+        meta["dropped"] = {what: n for what, n in (("events", ring.lost), ("events_thinned", written - kept - ring.lost)) if n > 0}
         if not ring.own:
             self.warnings.append(f"history truncated: {format_count(kept)} of {format_count(written)} events are there; the user's recording keeps no more (its max_entries)")
             return
@@ -404,7 +406,7 @@ class _Assembly:
             text += f", {drains / 1e6:.1f} s to read the history in between" if drains else ""
             text += f"; that is {share:.1%} of the CPU's time, but the device was busy for {busy:.1%} of it" if fraction < share and busy is not None else ""
         return {
-            "seconds": seconds, "events": written, "cost_us": cost, "cost_fraction": fraction, "cost_text": text, "cpu_fraction": share, "busy_fraction": busy,
+            "seconds": seconds, "events": written, "cost_us": cost, "cost_fraction": fraction, "at_most": True, "cost_text": text, "cpu_fraction": share, "busy_fraction": busy,
             "stacks": owner._stacks if owner._mode == "own" else None, "mode": owner._mode, "max_entries": self.ring.max_entries if self.ring.own else None, "drains": self.ring.drains,
         }  # fmt: skip
 

@@ -188,10 +188,11 @@ def _unrecorded(known: Facts) -> list[str]:
 
 
 def _cost(known: Facts) -> list[str]:
-    fraction = (known.meta.get("recording") or {}).get("cost_fraction")
+    recording = known.meta.get("recording") or {}
+    fraction, bound = recording.get("cost_fraction"), "at most " if recording.get("at_most") else ""
     if fraction is None or fraction < _COSTLY:
         return []
-    return [f"Recording took {fraction:.0%} of this cell's time; --stacks none costs less but names no lines.".replace("%", " %")]
+    return [f"Recording took {bound}{fraction:.0%} of this cell's time; --stacks none costs less but names no lines.".replace("%", " %")]
 
 
 def _silent(known: Facts) -> list[str]:

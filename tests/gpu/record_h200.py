@@ -254,13 +254,13 @@ def overhead(out: Path) -> dict[str, Any]:
 
     _model, step = gpt2()
     found = {}
-    for name, autocast, steps in (("fp32", False, 4), ("bf16 autocast", True, 6)):
+    for name, autocast, steps in (("fp32", False, 8), ("bf16 autocast", True, 20)):
         for _ in range(3):
             step(autocast=autocast)
         torch.cuda.synchronize()
         times: dict[bool, list[float]] = {False: [], True: []}
         told = []
-        for block in range(14):
+        for block in range(10):
             on = block % 2 == 1
             rec = mp.record(source="torch_history").start() if on else None
             step(autocast=autocast)

@@ -49,13 +49,13 @@ def test_peaks_and_end_are_torchs_own(torch: Any) -> None:
 
 def test_a_window_in_a_window_has_its_own_events_and_peak(torch: Any) -> None:
     with mp.record(source="torch_history") as outer:
-        held = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+        held = torch.empty(37 * MIB, dtype=torch.uint8, device="cuda")
         with mp.record(source="torch_history") as inner:
             more = torch.empty(48 * MIB, dtype=torch.uint8, device="cuda")
         del held, more
     assert (inner.capture.events["action"] == "alloc").sum() == 1
     assert (outer.capture.events["action"] == "alloc").sum() == 2
-    assert inner.capture.allocations.filter(pl.col("at_start") & (pl.col("size_bytes") == 32 * MIB)).height == 1
+    assert inner.capture.allocations.filter(pl.col("at_start") & (pl.col("requested_bytes") == 37 * MIB)).height == 1
 
 
 def test_an_out_of_memory_error_leaves_a_capture_and_a_working_process(torch: Any) -> None:
@@ -121,15 +121,16 @@ def test_a_ring_that_is_far_too_small_keeps_the_true_peak(torch: Any) -> None:
     """Below an older peak, so that no counter helps: every event has to be read in time."""
     torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
     source = torch_history.TorchHistory()
-    source.start(ring_bytes=40_000 * 1400)
+    source.start(ring_bytes=80_000 * 1800)
     source._ring.keep_events = 50_000
+    assert source._ring.max_entries == 80_000
     base, held = torch.cuda.memory_allocated(), None
-    for i in range(60_000):
+    for i in range(100_000):
         held = torch.empty(1024, dtype=torch.uint8, device="cuda")
         if i == 20_000:
             spike = [torch.empty(16 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
             del spike
     capture = source.stop()
     del held
-    assert capture.meta["dropped"]["events"] == 0
+    assert "events" not in capture.meta["dropped"]
     assert capture.meta["peaks"][str(torch.cuda.current_device())]["peak_allocated_bytes"] == base + 48 * MIB + 1024

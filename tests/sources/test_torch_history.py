@@ -14,7 +14,7 @@ from nbmemprof import heap
 from nbmemprof.capture import Capture
 from nbmemprof.sources import torch_history
 
-SMALL_RING = 1000 * 1400  # the smallest: 1000 entries
+SMALL_RING = 1000 * 1800  # the smallest: 1000 entries
 LINES = [frames(f"train.py:{n} step", "train.py:99 main") for n in range(5)]
 
 
@@ -234,7 +234,7 @@ def test_a_long_cell_keeps_the_true_peak_and_what_it_was_made_of(older_peak: boo
     top = blocks.sort("size_bytes", descending=True).row(0, named=True)
     assert capture.stacks.filter((pl.col("stack_id") == top["stack_id"]) & (pl.col("depth") == 0))["line"].to_list() == [4]
     assert capture.events.height < written
-    assert capture.meta["dropped"] == {"events": 0, "events_thinned": capture.meta["recording"]["events"] - capture.events.height}
+    assert capture.meta["dropped"] == {"events_thinned": capture.meta["recording"]["events"] - capture.events.height}
     assert any(w.startswith("history truncated") for w in capture.meta["warnings"])
     assert heap.last_picture(capture.blocks).filter(pl.col("state") == "active_allocated")["size_bytes"].sum() == 2 * MIB
     if older_peak:  # each window was thinned, so the timeline has the peak as well
@@ -307,9 +307,9 @@ def test_the_driver_tells_this_process_or_the_only_one() -> None:
 def test_the_drivers_samples_count_from_the_first_that_began_after() -> None:
     from nbmemprof.sources._nvml import _mean
 
-    samples = [(100, 0), (200, 0), (300, 90), (400, 100), (500, 80)]
+    samples = [(100, 0), (200, 0), (300, 90), (400, 100), (500, 80), (600, 90), (700, 90), (800, 90)]
     assert _mean(samples, 150) == pytest.approx(0.9)
-    assert _mean(samples, 250) is None  # two are too few
+    assert _mean(samples, 250) is None  # five are too few
 
 
 def test_waiting_for_cuda_is_given_up_with_the_recording() -> None:
