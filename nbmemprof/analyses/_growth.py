@@ -104,7 +104,10 @@ def _goes_over_layers(born: pl.DataFrame, bounds: pl.Series, key: int, stacks: _
     if level is None:
         return False
     inside, middle = stacks.inside(path[: level + 1]), len(bounds) // 2
-    rounds = [born.filter(pl.col("alloc_seq").is_between(*bounds[i : i + 2])).get_column("stack_id").drop_nulls() for i in range(max(0, middle - 2), min(len(bounds) - 1, middle + 1))]
+    rounds = [
+        born.filter(pl.col("alloc_seq").is_between(*bounds[i : i + 2])).get_column("stack_id").drop_nulls()
+        for i in range(max(0, middle - 2), min(len(bounds) - 1, middle + 1))
+    ]
     return 2 * sum(bool(ids.is_in(inside.implode()).all()) for ids in rounds) > len(rounds)
 
 
@@ -186,7 +189,9 @@ class _Stacks:
         """Stacks that begin with these outer frames."""
         at = tuple(prefix)
         if at not in self._inside:
-            wanted = pl.DataFrame(prefix, schema={"filename": pl.String, "line": pl.Int64, "function": pl.String}, orient="row").with_columns(level=pl.int_range(pl.len(), dtype=pl.Int32))
+            wanted = pl.DataFrame(prefix, schema={"filename": pl.String, "line": pl.Int64, "function": pl.String}, orient="row").with_columns(
+                level=pl.int_range(pl.len(), dtype=pl.Int32)
+            )
             same = self.outer.join(wanted, on=["level", "filename", "line", "function"], nulls_equal=True).group_by("stack_id").len()
             self._inside[at] = same.filter(pl.col("len") == len(prefix)).get_column("stack_id")
         return self._inside[at]
@@ -208,14 +213,18 @@ def _in_one_call(path: list[tuple[str, int, str]], window: pl.DataFrame, stacks:
     inside = stacks.inside(path[: level + 1])
     if len(ids) > ids.is_in(inside.implode()).sum():
         return False
-    hook = any(path[i][2] in _CALLS and path[i + 1][2] not in ("forward", "_slow_forward", *_CALLS) and not _is_one_call(path[i + 1]) for i in range(len(path) - 1))
+    hook = any(
+        path[i][2] in _CALLS and path[i + 1][2] not in ("forward", "_slow_forward", *_CALLS) and not _is_one_call(path[i + 1]) for i in range(len(path) - 1)
+    )
     return not (hook or _calls_repeat(path, window, ids, stacks, level, hits))
 
 
 def _calls_repeat(path: list[tuple[str, int, str]], window: pl.DataFrame, ids: pl.Series, stacks: _Stacks, level: int, hits: int) -> bool:
     """Whether each line of the called function came anew in every iteration: then the call itself was repeated."""
     frames = stacks.outer.filter(pl.col("stack_id").is_in(ids.implode()))
-    by_level = frames.group_by("level").agg(stacks=pl.len(), lines=pl.struct("filename", "line", "function").n_unique(), places=pl.struct("filename", "function").n_unique())
+    by_level = frames.group_by("level").agg(
+        stacks=pl.len(), lines=pl.struct("filename", "line", "function").n_unique(), places=pl.struct("filename", "function").n_unique()
+    )
     split = by_level.filter((pl.col("lines") > 1) | (pl.col("stacks") < len(ids))).sort("level").head(1)
     if split.is_empty():
         return False
@@ -238,7 +247,16 @@ def _confidence(hits: int, kept: pl.DataFrame, temporaries: bool, framed: bool, 
     return round(value, 3)
 
 
-_LEAK = {"key": pl.Int64, "stack_id": pl.UInt32, "leak_bytes": pl.Int64, "leak_count": pl.Int64, "bytes_per_iteration": pl.Int64, "iterations": pl.Int64, "confidence": pl.Float64, "evidence": pl.String}
+_LEAK = {
+    "key": pl.Int64,
+    "stack_id": pl.UInt32,
+    "leak_bytes": pl.Int64,
+    "leak_count": pl.Int64,
+    "bytes_per_iteration": pl.Int64,
+    "iterations": pl.Int64,
+    "confidence": pl.Float64,
+    "evidence": pl.String,
+}
 
 
 def _grown(part: pl.DataFrame, born: pl.DataFrame, clock: Clock, stacks: _Stacks, truncated: bool) -> pl.DataFrame:
@@ -316,7 +334,9 @@ def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Cloc
         clock, grown = None, pl.DataFrame(schema=_LEAK)
         if born.height:
             end = max(int(v) for v in (born.get_column("alloc_seq").max(), part.get_column("free_seq").max()) if v is not None)  # type: ignore[arg-type]
-            its = marks.filter(pl.col("rank").eq_missing(pl.lit(identity["rank"])) & pl.col("device").eq_missing(pl.lit(identity["device"])) | pl.col("device").is_null())
+            its = marks.filter(
+                pl.col("rank").eq_missing(pl.lit(identity["rank"])) & pl.col("device").eq_missing(pl.lit(identity["device"])) | pl.col("device").is_null()
+            )
             clock = clock_of(born, end, its, stacks)
             if clock is not None:
                 grown = _grown(part, born, clock, stacks, truncated)

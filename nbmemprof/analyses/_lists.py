@@ -59,7 +59,13 @@ def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = 
     held = used.any().over(*_ON, "segment_addr")
     rows = (
         blocks.join(where, on=[*_ON, "segment_addr"], how="left", nulls_equal=True)
-        .with_columns(free=free, live=state == "active_allocated", waits=state == "active_pending_free", held=held, extra=(size - pl.col("requested_bytes")).clip(lower_bound=0))
+        .with_columns(
+            free=free,
+            live=state == "active_allocated",
+            waits=state == "active_pending_free",
+            held=held,
+            extra=(size - pl.col("requested_bytes")).clip(lower_bound=0),
+        )
         .with_columns(back=pl.when(pl.col("is_expandable")).then(pages).when(pl.col("held")).then(0).otherwise(size))
     )
 

@@ -19,7 +19,7 @@ def peak_of(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
 
     Returns
     -------
-    ``size_bytes requested_bytes reserved_bytes`` (None: can't be known), ``seq`` (None: kept as the picture
+    ``size_bytes requested_bytes reserved_bytes`` (None: can't be known), ``kept`` (the source kept it), ``seq`` (None: kept as the picture
     ``snapshot_id``, or before the first event) and ``time_us``.
     """
     live, asked, reserved = (
@@ -28,12 +28,13 @@ def peak_of(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
     at = curve.peak
     found: dict[str, Any] = {
         "size_bytes": live, "requested_bytes": asked, "reserved_bytes": reserved, "seq": int(curve.seq[at]) if at >= 0 else None, "position": at,
-        "time_us": float(curve.time_us[at]) if at >= 0 and np.isfinite(curve.time_us[at]) else None, "snapshot_id": None,
+        "time_us": float(curve.time_us[at]) if at >= 0 and np.isfinite(curve.time_us[at]) else None, "snapshot_id": None, "kept": False,
     }  # fmt: skip
     if curve.key[2] != "device":
         found["reserved_bytes"] = None
     kept = (capture.meta.get("peaks") or {}).get(str(curve.key[1]))
     if isinstance(kept, dict) and kept.get("peak_allocated_bytes") is not None:
+        found["kept"] = True
         for name, key in (("requested_bytes", "peak_requested_bytes"), ("reserved_bytes", "peak_reserved_bytes")):
             if kept.get(key) is not None:
                 found[name] = max(int(kept[key]), found[name] or 0)

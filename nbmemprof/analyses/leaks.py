@@ -39,7 +39,15 @@ def leaks(capture: Capture) -> pl.DataFrame:
     included, and where the history is truncated those older than it; ``bytes_per_iteration``; ``iterations`` seen; ``class`` (``growing``, or
     ``orphaned``: nobody holds it); ``confidence`` in [0, 1]; ``evidence``; ``stack_id``; ``origin``.
     """
-    found = [grown.with_columns(pl.lit(value, dtype=dtype).alias(name) for name, dtype in (("rank", pl.Int64), ("device", pl.Int64), ("kind", pl.String)) for value in (identity[name],)) for identity, _, _, grown in behaviour(capture) if grown.height]
+    found = [
+        grown.with_columns(
+            pl.lit(value, dtype=dtype).alias(name)
+            for name, dtype in (("rank", pl.Int64), ("device", pl.Int64), ("kind", pl.String))
+            for value in (identity[name],)
+        )
+        for identity, _, _, grown in behaviour(capture)
+        if grown.height
+    ]
     if not found:
         return pl.DataFrame(schema=_SCHEMA)
     rows = pl.concat(found).with_columns(pl.lit("growing", dtype=_CLASSES).alias("class"), origin=pl.lit(capture.meta["origin"]))
@@ -53,7 +61,11 @@ def leaks(capture: Capture) -> pl.DataFrame:
 def _lines(frames: pl.DataFrame) -> pl.DataFrame:
     """``stack``: a stack's frames as text."""
     line = pl.coalesce(pl.col("line").cast(pl.String), pl.lit("?"))
-    return frames.sort("stack_id", "depth").group_by("stack_id", maintain_order=True).agg(stack=pl.format("{}:{} {}", pl.col("filename").fill_null("?"), line, pl.col("function").fill_null("?")))
+    return (
+        frames.sort("stack_id", "depth")
+        .group_by("stack_id", maintain_order=True)
+        .agg(stack=pl.format("{}:{} {}", pl.col("filename").fill_null("?"), line, pl.col("function").fill_null("?")))
+    )
 
 
 def _site(stacks: pl.DataFrame, mine: pl.DataFrame) -> pl.DataFrame:
@@ -69,7 +81,11 @@ def _site(stacks: pl.DataFrame, mine: pl.DataFrame) -> pl.DataFrame:
     parts = shared.group_by("stack_id").agg(parts=pl.coalesce("parts", "last").max())
     outward = mine.join(parts, on="stack_id", how="left").filter(pl.col("depth") >= pl.col("parts").fill_null(0))
     # files are named as in every other frame: as much of the path as tells all files of the capture apart
-    files = stacks.select(pl.lit(2**32 - 1, dtype=pl.UInt32).alias("stack_id"), pl.lit(0, dtype=pl.UInt16).alias("depth"), "function", "filename", "line").unique("filename")
+    files = stacks.select(
+        pl.lit(2**32 - 1, dtype=pl.UInt32).alias("stack_id"), pl.lit(0, dtype=pl.UInt16).alias("depth"), "function", "filename", "line"
+    ).unique("filename")
     there, whole = (site_of_stacks(pl.concat([frames.select(files.columns), files])) for frames in (outward, mine))
     whole = whole.select("stack_id", whole="site")
-    return there.join(whole, on="stack_id", how="left").select("stack_id", site=pl.when(pl.col("user")).then(pl.col("site")).otherwise(pl.coalesce("whole", "site")))
+    return there.join(whole, on="stack_id", how="left").select(
+        "stack_id", site=pl.when(pl.col("user")).then(pl.col("site")).otherwise(pl.coalesce("whole", "site"))
+    )

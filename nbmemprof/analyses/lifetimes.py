@@ -57,7 +57,9 @@ def lifetimes(capture: Capture) -> pl.DataFrame:
         count=pl.len().cast(pl.Int64), live_count=live.sum().cast(pl.Int64), live_bytes=size.filter(live).sum(),
         size_min_bytes=size.min(), size_median_bytes=size.median().cast(pl.Int64), size_max_bytes=size.max(), *spans,
     )  # fmt: skip
-    named = made.join(classes, on=keys, how="left", nulls_equal=True).join(site_of_stacks(capture.tables["stacks"]).select("stack_id", "site", "function"), on="stack_id", how="left")
+    named = made.join(classes, on=keys, how="left", nulls_equal=True).join(
+        site_of_stacks(capture.tables["stacks"]).select("stack_id", "site", "function"), on="stack_id", how="left"
+    )
     return (
         named.with_columns(origin=pl.lit(capture.meta["origin"]))
         .sort("live_bytes", "size_max_bytes", "count", *HEAP, "key", descending=[True, True, True, False, False, False, False], nulls_last=True)
@@ -69,7 +71,9 @@ def _classes(rows: pl.DataFrame, clock: Clock | None, grown: pl.DataFrame) -> pl
     """``class`` of each key of one heap."""
     live = pl.col("free_seq").is_null()
     made = pl.col("alloc_seq").filter(live & pl.col("alloc_seq").is_not_null())
-    per = rows.group_by(*HEAP, "stack_id", "key").agg(n=pl.len(), live=live.sum(), older=(live & pl.col("alloc_seq").is_null()).any(), first=made.min(), last=made.max())
+    per = rows.group_by(*HEAP, "stack_id", "key").agg(
+        n=pl.len(), live=live.sum(), older=(live & pl.col("alloc_seq").is_null()).any(), first=made.min(), last=made.max()
+    )
     grows = pl.col("key").is_in(grown.get_column("key").implode())
     if clock is None or clock.over_layers:
         kept = pl.lit("persistent")

@@ -53,7 +53,11 @@ def oom(capture: Capture) -> pl.DataFrame:
     rows = []
     for place, event in enumerate(refusals.join(marks, on="seq", how="left", maintain_order="left").iter_rows(named=True)):
         explained = min(place, refusals.height - 1 - place) < _EXPLAINED // 2
-        row, looked = _explain(capture, event, budget) if explained else (_known(event) | {"reason": f"{format_bytes(event['requested_bytes'])} asked for: one of {refusals.height} refusals, not looked into."}, 0)
+        row, looked = (
+            _explain(capture, event, budget)
+            if explained
+            else (_known(event) | {"reason": f"{format_bytes(event['requested_bytes'])} asked for: one of {refusals.height} refusals, not looked into."}, 0)
+        )
         budget -= looked
         site, stack = sites.get(event["stack_id"], (None, None))
         rows.append(row | {"site": site, "stack": stack, "stack_id": event["stack_id"], "origin": capture.meta["origin"]})
@@ -80,7 +84,11 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     segments, blocks = heap.segments_at(capture, event["seq"]).filter(mine), heap.blocks_at(capture, event["seq"]).filter(mine)
     lists = free_lists(segments, blocks, conf)
     pool, pool_id = pool_of(asked), str(event["pool_id"] or "0_0")
-    here = (pl.col("pool").cast(pl.String) == pool).fill_null(value=True) & (pl.col("pool_id").cast(pl.String).fill_null("0_0") == pool_id) & pl.col("stream").eq_missing(pl.lit(event["stream"]))
+    here = (
+        (pl.col("pool").cast(pl.String) == pool).fill_null(value=True)
+        & (pl.col("pool_id").cast(pl.String).fill_null("0_0") == pool_id)
+        & pl.col("stream").eq_missing(pl.lit(event["stream"]))
+    )
     own = lists.filter(here)
     others = lists.filter(~here & (~pl.col("private") | (pl.col("pool_id").cast(pl.String) == pool_id)))
     seen = known | {
@@ -132,7 +140,11 @@ def _reason(seen: dict[str, Any], own: pl.DataFrame, others: pl.DataFrame, nomin
         parts.append(f"the device has {say(left)} left, {say(nominal)} would be needed")
     pieces = int(own["free_blocks"].sum())
     if free >= asked:
-        parts.append(f"{say(free)} lie free in {pieces} {'piece' if pieces == 1 else 'pieces'}, the largest {say(largest)}: split by blocks in use between them" if largest < asked else f"a piece of {say(largest)} lies free and was not used")
+        parts.append(
+            f"{say(free)} lie free in {pieces} {'piece' if pieces == 1 else 'pieces'}, the largest {say(largest)}: split by blocks in use between them"
+            if largest < asked
+            else f"a piece of {say(largest)} lies free and was not used"
+        )
     elif free:
         parts.append(f"only {say(free)} lie free in the list that serves it, in {pieces} {'piece' if pieces == 1 else 'pieces'}")
     else:

@@ -58,16 +58,20 @@ def _row(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
     peak = peak_of(capture, curve)
     words = _words(capture, curve)
     # a recording in which nothing happened knows its peak: what was held all along
-    told = len(curve.seq) > 0 or peak["snapshot_id"] is not None or bool(capture.meta.get("recording"))
+    told = len(curve.seq) > 0 or peak["kept"] or bool(capture.meta.get("recording"))
     counters = (capture.meta.get("counters") or {}).get(str(curve.key[1])) or {}
+    bare = on_device and not (curve.has_picture or blocks.height or len(curve.seq))  # torch's counters are all there is
+    reserved = int(segments["size_bytes"].sum()) if not bare else counters.get("end_reserved_bytes")
+    # what was held before the first event that was kept is not what was held at the beginning
+    start = counters.get("start_allocated_bytes") if peak["kept"] else None
     return {
         "device": curve.key[1], "rank": curve.key[0], "kind": curve.key[2],
         "peak_allocated_bytes": peak["size_bytes"] if told else None,
         "peak_reserved_bytes": peak["reserved_bytes"] if told and on_device else None,
         "peak_requested_bytes": peak["requested_bytes"] if told else None,
-        "start_allocated_bytes": curve.start[0] if told else None,
-        "end_allocated_bytes": end,
-        "end_reserved_bytes": int(segments["size_bytes"].sum()) if on_device else None,
+        "start_allocated_bytes": (curve.start[0] if start is None else start) if told else None,
+        "end_allocated_bytes": counters.get("end_allocated_bytes", end) if bare else end,
+        "end_reserved_bytes": reserved if on_device else None,
         "end_pending_bytes": int(by_state.get("active_pending_free", 0)),
         "live_blocks": int((blocks["state"] == "active_allocated").sum()) if blocks.height else live.height,
         "segments": segments.height,

@@ -52,7 +52,10 @@ def _make_curves(capture: Capture) -> list[Curve]:
     blocks, segments = last_picture(capture.tables["blocks"]), last_picture(capture.tables["segments"])
     codes = action_codes(events["action"])
     made = []
-    for key in groups(events, blocks, segments):
+    keys = groups(events, blocks, segments)
+    # a source that had counters only (no events, no picture) still tells of its devices
+    counted = [(None, int(d), "device") for d in capture.meta.get("peaks") or {} if d.isdigit()]
+    for key in keys + [key for key in counted if key[1] not in {k[1] for k in keys}]:
         index = rows_of(events, key)
         mine = events if index is None else events[index]
         act = codes if index is None else codes[index]

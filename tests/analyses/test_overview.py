@@ -157,3 +157,11 @@ def test_wrong_options_of_the_timeline_are_refused() -> None:
         mp.timeline(trained(), by="colour")
     with pytest.raises(NbmemprofError, match="max_points=2"):
         mp.timeline(trained(), max_points=2)
+
+
+def test_counters_alone_make_a_summary() -> None:
+    counters = {"0": {"start_allocated_bytes": 5, "end_allocated_bytes": 7, "end_reserved_bytes": 20}}
+    made = heap.build({}, source="torch_history", counters=counters, peaks={"0": {"peak_allocated_bytes": 9, "peak_reserved_bytes": 30}})
+    row = mp.summary(made).row(0, named=True)
+    names = ["device", "peak_allocated_bytes", "peak_reserved_bytes", "start_allocated_bytes", "end_allocated_bytes", "end_reserved_bytes", "events"]
+    assert [row[n] for n in names] == [0, 9, 30, 5, 7, 20, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Allocator, allocators, capture
@@ -11,6 +12,8 @@ from strategies import Allocator, allocators, capture
 import nbmemprof as mp
 from nbmemprof import heap
 from nbmemprof.capture import Capture
+
+pytestmark = pytest.mark.cost(1.5)
 
 WAYS = ["addr", "alloc_seq", "free_seq", "done_seq", "requested_bytes", "size_bytes", "stack_id", "free_stack_id", "at_start"]
 
