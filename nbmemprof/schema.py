@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import polars as pl
 
@@ -251,7 +252,7 @@ def fill(table: str, columns: Mapping[str, object], height: int | None = None) -
         if values is None or isinstance(values, (str, int, float, bool)):
             scalars[name] = values
             continue
-        made = values if isinstance(values, pl.Series) else pl.Series(name, values)
+        made = values if isinstance(values, pl.Series) else pl.Series(name, cast("Any", values))
         series[name] = made.alias(name) if made.dtype == wanted[name] else made.alias(name).cast(wanted[name])
         height = len(made) if height is None else height
     rows = height or 0

@@ -45,7 +45,7 @@ def round_sizes(requested: npt.NDArray[np.int64], divisions: list[int] | None = 
     Bytes, a multiple of 512, at least 512.
     """
     n = np.maximum(requested, 0)
-    plain = np.maximum((n + (MIN_BLOCK - 1)) // MIN_BLOCK * MIN_BLOCK, MIN_BLOCK)
+    plain: npt.NDArray[np.int64] = np.maximum((n + (MIN_BLOCK - 1)) // MIN_BLOCK * MIN_BLOCK, MIN_BLOCK)
     if not divisions or max(divisions) <= 1:
         return plain
     # exact integer log2: frexp of a float64 is exact below 2^53, above which no request is served

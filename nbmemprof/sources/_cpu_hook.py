@@ -312,7 +312,7 @@ class Hook:
         code = _IR.format(
             state=state, ring=ring, slots=slots, names=names, ring_mask=_RING - 1, slots_mask=_SLOTS - 1, names_mask=_NAMES - 1,
             clock=ctypes.cast(c.clock_gettime, ctypes.c_void_p).value,
-            record_name=ctypes.cast(getattr(self._core, "_ZNK2at14RecordFunction4nameEv"), ctypes.c_void_p).value, tell=ctypes.cast(self._tell, ctypes.c_void_p).value,
+            record_name=ctypes.cast(self._core._ZNK2at14RecordFunction4nameEv, ctypes.c_void_p).value, tell=ctypes.cast(self._tell, ctypes.c_void_p).value,
             fnv=_FNV - (1 << 64), prime=_PRIME, **address,
         )  # fmt: skip
         self._engine, functions = _compile(code)
@@ -373,7 +373,8 @@ class Hook:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """A copy of events ``start`` to ``stop``; the caller keeps within ``capacity`` of ``count``."""
         at = np.arange(start, stop) & (_RING - 1)
-        return self._ring[at]
+        found: npt.NDArray[Any] = self._ring[at]
+        return found
 
 
 def _compile(code: str) -> tuple[Any, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import struct
 import sys
@@ -314,8 +315,8 @@ def _clock(call: Any, times: int = 100) -> float:
 def _skip_in_dynamo(*functions: Any) -> None:
     """torch.compile must not trace our functions when they run within a frame that it looks at."""
     try:
-        from torch._C._dynamo.eval_frame import skip_code
-    except ImportError:
+        skip_code = importlib.import_module("torch._C._dynamo.eval_frame").skip_code
+    except (ImportError, AttributeError):
         return
     for function in functions:
         skip_code(function.__code__)

@@ -93,7 +93,7 @@ class Stacks:
             if number in wanted
             for depth, (filename, function, line) in enumerate(_from_cell(content, cells))
         ]
-        columns = list(zip(*rows, strict=True)) if rows else [[]] * 5
+        columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * 5
         return schema.fill("stacks", {n: pl.Series(n, columns[i], dtype=t) for i, (n, t) in enumerate(schema.dtypes("stacks").items())})
 
 

@@ -81,7 +81,7 @@ def reduce_window(window: Window, before: pl.DataFrame | None) -> None:
         values = (curve.live, curve.requested, curve.reserved)
         tops = [max(start, int(v.max(initial=0))) for v, start in zip(values, curve.start, strict=True)]
         has_events = len(curve.seq) > 0
-        peak = Peak(*tops, clock_us=float(curve.time_us[max(at, 0)]) if has_events else None, seq=int(curve.seq[at]) if at >= 0 else None)
+        peak = Peak(tops[0], tops[1], tops[2], clock_us=float(curve.time_us[max(at, 0)]) if has_events else None, seq=int(curve.seq[at]) if at >= 0 else None)
         moment = peak.seq if peak.seq is not None else (int(curve.seq[0]) - 1 if has_events else -1)
         peak.blocks = _live_at(capture.tables["allocations"], device, moment, before)
         window.peaks[device] = peak

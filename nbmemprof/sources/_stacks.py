@@ -56,7 +56,8 @@ class Stacks:
         """
         root, call = self._root, self._call
         inner = outer = None
-        start, path = frame, []
+        start = frame
+        path: list[Any] = []
         push = path.append
         while frame is not None:
             code = frame.f_code
