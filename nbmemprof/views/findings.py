@@ -34,6 +34,8 @@ def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
     said: list[str] = []
     if known.is_quiet:
         return [middle(w, _LONG) for w in _warnings(known)]
+    for name in () if known.is_empty else ("leaks", "oom", "fragmentation"):  # the tables need them too; if one fails, it is said here
+        known.ask(name)
     for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _top_site):
         for device in known.devices:
             said += [_at(device, s) for s in rule(known, device)]

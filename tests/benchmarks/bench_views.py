@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_views.py [SNAPSHOT]
 
-Prints milliseconds and bytes of the first view (cold: the first of a process), of the HTML report, and of the same timeline
+Prints milliseconds and bytes of the first view (cold: the first of a process), of the HTML report and its zoom in Chromium, and of the same timeline
 drawn by Altair through vl-convert, with the memory that each adds to the process. Without a file a capture is made up.
 """
 
@@ -66,6 +66,25 @@ from nbmemprof.views import report
 page = report.page(cap)
 print(json.dumps({"ms": 1e3 * (time.perf_counter() - begin), "bytes": len(page.encode())}))
 """
+FRAMES = """
+import os, pathlib, shutil, tempfile
+from nbmemprof.views import report
+from playwright.sync_api import sync_playwright
+page_file = pathlib.Path(tempfile.mkdtemp()) / "report.html"
+report.write(cap, page_file)
+with sync_playwright() as playwright:
+    chrome = playwright.chromium.launch(executable_path=os.environ.get("CHROMIUM") or shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"])
+    page = chrome.new_page(viewport={"width": 1200, "height": 900})
+    begin = time.perf_counter()
+    page.goto(page_file.as_uri()); page.wait_for_function("document.querySelector('.timeline').dataset.to")
+    paint = time.perf_counter() - begin
+    times = page.evaluate('''async () => { const canvas = document.querySelector("canvas"), box = canvas.getBoundingClientRect(), times = []; let last = performance.now();
+        for (let i = 0; i < 120; i++) { canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: i < 60 ? -20 : 20, clientX: box.left + 400, clientY: box.top + 100, bubbles: true, cancelable: true}));
+            await new Promise(requestAnimationFrame); times.push(performance.now() - last); last = performance.now(); }
+        return times.sort((a, b) => a - b); }''')
+    chrome.close()
+print(json.dumps({"first_paint_ms": 1e3 * paint, "frame_median_ms": times[60], "frame_p95_ms": times[113]}))
+"""
 EMPTY = """
 from nbmemprof.views import first
 caps = [Capture.build({}, source="none", warnings=["empty: torch was not imported"]) for _ in range(50)]
@@ -77,7 +96,9 @@ print(json.dumps({"ms": 1e3 * (time.perf_counter() - begin) / 49}))
 
 def measure(body: str, path: str = "") -> dict[str, float]:
     """Run one measurement in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", CELL + body, path], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", CELL + body, path], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -88,7 +109,13 @@ def main() -> None:
     parser.add_argument("snapshot", nargs="?", default="")
     path = parser.parse_args().snapshot
     begin = time.perf_counter()
-    for name, body in (("own SVG, first view", OWN), ("Altair by vl-convert, timeline only", ALTAIR), ("HTML report", REPORT), ("empty capture", EMPTY)):
+    for name, body in (
+        ("own SVG, first view", OWN),
+        ("Altair by vl-convert, timeline only", ALTAIR),
+        ("HTML report", REPORT),
+        ("HTML report in Chromium, no GPU", FRAMES),
+        ("empty capture", EMPTY),
+    ):
         print(f"{name:36s}", "  ".join(f"{k} {v:,.1f}" for k, v in measure(body, path).items()))
     print(f"{time.perf_counter() - begin:.1f} s in all")
 

@@ -155,6 +155,7 @@ def test_text_from_files_stays_text_everywhere(markup):
     assert all(i["src"].startswith("data:image/svg+xml;base64,") for i in page.images)
 
 
+@pytest.mark.cost(1)
 def test_names_that_are_not_ascii_arrive_whole(many_sites):
     page = Page(first.bundle(many_sites)["text/html"])
     assert any("模型" in t for svg in svgs(page) for t in texts(svg))
@@ -194,6 +195,7 @@ def test_a_busy_capture_uses_its_budget_and_keeps_to_it():
     assert "of 8 devices are drawn" in shown["text/html"]
 
 
+@pytest.mark.cost(1)
 def test_cut_tables_say_n_of_m(many_sites):
     assert re.search(r"Lines that held most at the peak \(\d+ of 5\u202f000\)", first.bundle(many_sites)["text/html"])
 
@@ -214,7 +216,9 @@ def test_the_device_without_anything_is_not_the_one_shown(two_devices):
 
 
 def test_an_empty_capture_is_one_sentence():
-    shown = first.bundle(Capture.build({}, source="none", warnings=["empty: torch was not imported"]))
+    capture = Capture.build({}, source="none", warnings=["empty: torch was not imported"])
+    shown = first.bundle(capture)
+    assert facts(capture)._answers == {}, "nothing is worked out for it"
     assert Page(shown["text/html"]).images == []
     assert len(shown["text/html"]) < 400
     assert "torch was not imported" in shown["text/plain"]
