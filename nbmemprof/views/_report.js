@@ -83,7 +83,7 @@ function timeline(host, data) {
     }
     g.strokeStyle = ink; g.setLineDash([2, 3]); g.beginPath(); g.moveTo(px(data.peak.x), py(data.peak.size)); g.lineTo(px(data.peak.x), py(0)); g.stroke(); g.setLineDash([]);
     g.fillStyle = ink; g.beginPath(); g.arc(px(data.peak.x), py(data.peak.size), 4, 0, 7); g.fill();
-    const words = `peak ${bytes(data.peak.size)}`, left = px(data.peak.x) + g.measureText(words).width + 12 > w;
+    const words = data.peak.words, left = px(data.peak.x) + g.measureText(words).width + 12 > w;
     g.font = "600 12px system-ui, sans-serif"; g.textAlign = left ? "right" : "left"; g.fillText(words, px(data.peak.x) + (left ? -8 : 8), py(data.peak.size) - 4);
     if (hover !== null) { g.fillStyle = ink; g.fillRect(px(hover), pad.t, 1, h - pad.t - pad.b); }
     g.restore();

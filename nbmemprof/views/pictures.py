@@ -12,7 +12,7 @@ from nbmemprof.views import _theme, text
 from nbmemprof.views._facts import Device, Facts, Stack
 from nbmemprof.views.svg import Svg, clean, middle, nice_step, shorten, text_width
 
-__all__ = ["bounds", "breakdown", "sites", "ticks", "timeline"]
+__all__ = ["bounds", "breakdown", "peak_words", "sites", "ticks", "timeline"]
 
 WIDTH, HALF = 740, 368  # JupyterLab gives an output about 748 pixels in a window of 1,200; wider pictures are scaled down
 _LEFT, _RIGHT, _LANE, _PLOT = 62, 212, 15, 190
@@ -149,7 +149,7 @@ class _Frame:
             return
         at, size = self.stack.xs[self.stack.top], self.stack.totals[self.stack.top]
         x, y = self.x(at), self.y(size)
-        words = f"peak {format_bytes(self.device.peak)}" + (f" at {format_time_us(at)}" if self.stack.axis == "time" else "")
+        words = peak_words(self.device, size) + (f" at {format_time_us(at)}" if self.stack.axis == "time" else "")
         wide = text_width(words, 11.5) + 10
         right = x + wide < self.x1
         svg.line(x, y, x, self.y1, _theme.INK, 1, "1.5 3")
@@ -180,6 +180,13 @@ def bounds(known: Facts, device: Device, used: int) -> list[tuple[int, str]]:
     """Limit and capacity, where they are near enough to share the picture."""
     limit, capacity = known.meta.get("limit_bytes"), device.number("capacity_bytes") or known.meta.get("capacity_bytes")
     return [(size, name) for size, name in ((limit, "limit"), (capacity, "capacity")) if isinstance(size, int) and used * 0.5 < size <= used * 1.7]
+
+
+def peak_words(device: Device, drawn: int) -> str:
+    """Name the highest point drawn; where events were left out it may lie below the true peak, and says so."""
+    if device.number("peak_allocated_bytes") is None or drawn >= 0.99 * device.peak:
+        return f"peak {format_bytes(max(device.peak, drawn))}"
+    return f"drawn up to {format_bytes(drawn)} (peak {format_bytes(device.peak)})"
 
 
 def ticks(high: float, count: int) -> list[int]:

@@ -124,7 +124,7 @@ def _timeline(known: Facts, device: Device, stack: Stack, number: int) -> str:
         "series": [{"name": n, "colour": c, "v": _deltas(v)} for n, c, v in zip(names, colours, stack.values, strict=True)],
         "rv": _deltas(stack.reserved),
         "bounds": [{"size": size, "name": name} for size, name in pictures.bounds(known, device, max([*stack.totals, *stack.reserved]))],
-        "peak": {"x": stack.xs[stack.top], "size": stack.totals[stack.top]},
+        "peak": {"x": stack.xs[stack.top], "size": stack.totals[stack.top], "words": pictures.peak_words(device, stack.totals[stack.top])},
         "marks": [
             {"x": m[position], "end": m["end_us"] if timed else None, "kind": m["kind"], "name": clean(m["name"] or m["kind"] or "")}
             for m in marks.iter_rows(named=True)

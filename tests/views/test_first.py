@@ -287,3 +287,10 @@ def test_a_cell_in_which_nothing_happened_is_one_sentence_and_cheap(training):
     assert "nothing was allocated or freed in this cell" in shown["text/plain"]
     assert Page(shown["text/html"]).images == []
     assert set(facts(quiet)._answers) == {("summary",)}
+
+
+def test_a_picture_that_misses_the_true_peak_says_so(training):
+    known = facts(training())
+    device = known.devices[0]
+    assert pictures.peak_words(device, device.peak) == "peak 1010 MiB"
+    assert pictures.peak_words(device, 800 << 20) == "drawn up to 800 MiB (peak 1010 MiB)"
