@@ -28,6 +28,11 @@ _NAMES = {
     "lifetimes": "analyses.lifetimes",
     "fragmentation": "analyses.fragmentation",
     "oom": "analyses.oom",
+    "holders": "holding",
+    "temporary": "patterns",
+    "LeakTracker": "patterns",
+    "assert_no_growth": "patterns",
+    "BufferPool": "patterns",
 }
 _MODULES: tuple[str, ...] = ()
 
@@ -77,6 +82,11 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.errors import NbmemprofError as NbmemprofError
     from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
     from nbmemprof.memory_stats import stats as stats
+    from nbmemprof.holding import holders as holders
+    from nbmemprof.patterns import BufferPool as BufferPool
+    from nbmemprof.patterns import LeakTracker as LeakTracker
+    from nbmemprof.patterns import assert_no_growth as assert_no_growth
+    from nbmemprof.patterns import temporary as temporary
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot

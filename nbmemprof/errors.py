@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "FlagError",
     "InputRefused",
+    "MemoryKept",
     "MissingPackage",
     "NbmemprofError",
     "NotRecording",
@@ -42,3 +43,7 @@ class NotRecording(NbmemprofError):
 
 class OutOfMemoryError(NbmemprofError):
     """The modelled device has no room for a request."""
+
+
+class MemoryKept(NbmemprofError, AssertionError):
+    """Memory that was to come back did not: what, how much, from which line."""

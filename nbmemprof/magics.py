@@ -22,7 +22,7 @@ from IPython.core.error import InputRejected
 from IPython.core.inputtransformer2 import classic_prompt, ipython_prompt, leading_empty_lines, leading_indent
 from IPython.utils.text import DollarFormatter
 
-from nbmemprof import errors, flags
+from nbmemprof import errors, flags, holding
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.recording import Recording, record
@@ -51,6 +51,7 @@ class _Cell:
     below: bool = False  # the magic stands below another cell magic, which may run the rest or not
     seen: bool = False  # it did, and not as a cell of its own
     refusal: _Refusal | None = None
+    names: dict[int, str] = field(default_factory=dict)  # which variable had which memory when it began
     later: list[tuple[Capture, Namespace]] = field(default_factory=list)
 
 
@@ -137,6 +138,7 @@ class Magics:
         try:
             if line is not None:
                 cell.args = flags.parse(self._expand(line), self.flags)
+                cell.names = holding.names_now(self.shell.user_ns, self.shell)
                 cell.window = self._record(cell.args, cell.number)
             elif self.auto and outer is None:
                 cell.window = self._record(None, cell.number)
@@ -160,6 +162,7 @@ class Magics:
             elif window is not None:
                 capture = window.stop()
                 if cell.args is not None:
+                    capture.meta.update(holding.told(self.shell, capture, cell.names, getattr(result, "error_in_exec", None)))
                     self.finish(capture, cell.args)
                 else:
                     self._tell(capture)

@@ -34,8 +34,10 @@ ALLOWED = {
     "views": GROUND | {"analyses", "views"},
     "memory_stats": {"errors", "units", "_optional", "schema"},
     "recording": GROUND | {"sources", "flags"},
-    "verbs": GROUND | {"verbs", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
-    "magics": GROUND | {"sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
+    "holding": GROUND | {"holding", "sources", "analyses"},
+    "patterns": GROUND | {"recording", "analyses"},
+    "verbs": GROUND | {"verbs", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
+    "magics": GROUND | {"holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
 }
 # A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
 LAZY_UP = {

@@ -39,7 +39,7 @@ def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
     for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _top_site):
         for device in known.devices:
             said += [_at(device, s) for s in rule(known, device)]
-    for general in (_dropped, _warnings, _unrecorded, _cost, _silent):
+    for general in (_traceback, _replaced, _dropped, _warnings, _unrecorded, _cost, _silent):
         said += general(known)
     said += known.notes
     whole = [middle(s, _LONG) for s in dict.fromkeys(said)]
@@ -149,6 +149,21 @@ def _top_site(known: Facts, device: Device) -> list[str]:
             "%", " %"
         )
     ]
+
+
+def _traceback(known: Facts) -> list[str]:
+    """What the error of this cell keeps alive, as it was found when the cell ended."""
+    text = known.meta.get("traceback_text")
+    return [text] if isinstance(text, str) and text else []
+
+
+def _replaced(known: Facts) -> list[str]:
+    rows = [row for row in known.meta.get("replaced") or [] if isinstance(row, dict) and row.get("size_bytes")]
+    said = [
+        f"{format_bytes(row['size_bytes'])} of the peak were the previous value of {middle(str(row.get('name')))}, which lives until the cell binds the name anew. del {middle(str(row.get('name')))} first, and the cell needs that much less."
+        for row in rows[:_EACH]
+    ]
+    return said if len(rows) <= _EACH else [*said, f"{_EACH} of {len(rows)} such names are listed."]
 
 
 def _times(count: int) -> str:

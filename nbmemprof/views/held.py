@@ -28,13 +28,13 @@ def bundle(frame: pl.DataFrame, notes: Sequence[str] = (), top: int = 20) -> dic
     """``text/html`` and ``text/plain`` of the frame of ``holders``, by tensor or by holder."""
     said, head, rows = [headline(frame), *notes], *_table(frame, top)
     cut = [f"{top} of {format_count(frame.height)} rows are shown; mp.holders() has them all."] if frame.height > top else []
-    plain = [*said, *(aligned(head, rows, 70) if rows else []), *cut]
+    plain = [*map(clean, said), *(aligned(head, rows, 100) if rows else []), *cut]
     body = "".join(f"<p>{escape(clean(s))}</p>" for s in said)
     if rows:
         body += "<table><thead><tr>" + "".join(f"<th>{escape(h)}</th>" for h in head) + "</tr></thead><tbody>"
-        body += "".join("<tr>" + "".join(f"<td>{escape(clean(middle(c, _CHAIN)))}</td>" for c in row) + "</tr>" for row in rows) + "</tbody></table>"
+        body += "".join("<tr>" + "".join(f"<td>{escape(middle(c, _CHAIN))}</td>" for c in row) + "</tr>" for row in rows) + "</tbody></table>"
     body += "".join(f"<p>{escape(c)}</p>" for c in cut)
-    return {"text/html": Mount.of(body).wrap(body), "text/plain": "\n".join(clean(line) for line in plain)}
+    return {"text/html": Mount.of(body).wrap(body), "text/plain": "\n".join(plain)}
 
 
 def display(frame: pl.DataFrame, notes: Sequence[str] = (), top: int = 20) -> None:
@@ -67,7 +67,7 @@ def _table(frame: pl.DataFrame, top: int) -> tuple[list[str], list[list[str]]]:
     for row in frame.head(top).iter_rows(named=True):
         where = ["CPU" if row["device"] is None else f"GPU {row['device']}"] if several else []
         count = format_count(row["count"]) if "count" in row else row["shape"] or "–"
-        rows.append([format_bytes(row["size_bytes"], 2), *where, count, row["holder"], row["advice"] or "–"])
+        rows.append([format_bytes(row["size_bytes"], 2), *where, count, clean(row["holder"]), clean(row["advice"] or "–")])
     return head, rows
 
 
