@@ -7,15 +7,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := soak/logs/$(shell date -u +%Y-%m-%d).txt
 
-.PHONY: help demo test lint lab soak clean
+.PHONY: help demo test lint lab notebooks soak clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   profile a real training run on this machine's device and open a recorded H200 snapshot"
-	@echo "make test   style, types and tests (notebooks too)"
-	@echo "make lint   style and types alone"
-	@echo "make lab    JupyterLab with the notebooks"
-	@echo "make soak   the long runs; the log goes to soak/logs/"
+	@echo "make demo       profile a real training run on this machine's device and open a recorded H200 snapshot"
+	@echo "make test       style, types and tests (notebooks too)"
+	@echo "make lint       style and types alone"
+	@echo "make lab        JupyterLab with the notebooks"
+	@echo "make notebooks  runs the notebooks and keeps their outputs, on a quiet machine"
+	@echo "make soak       the long runs; the log goes to soak/logs/"
 
 # pip is quiet; what it says is shown only where it fails
 $(STAMP): pyproject.toml constraints.txt
@@ -36,6 +37,9 @@ test: lint
 
 lab: $(STAMP)
 	@$(BIN)/jupyter lab notebooks
+
+notebooks: $(STAMP)
+	@$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 soak: $(STAMP)
 	@mkdir -p $(dir $(LOG))
