@@ -1,0 +1,59 @@
+"""Compile a function together with the functions of this package that it calls.
+
+numba refuses to call a plain function, and importing it at the top would make every import of this package
+heavy. So the rules stay plain Python, and here their copies are linked: each copy sees compiled copies of what
+it calls. The name of the linked function carries a digest of all their code, since numba's cache on disk only
+looks at the file of the function that is called from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+from nbmemprof import _jit
+
+__all__ = ["linked"]
+
+
+@functools.cache
+def linked(entry: Callable[..., int]) -> Callable[..., int] | None:
+    """Return ``entry`` compiled with all that it calls; None where numba is missing or does not work."""
+    try:
+        import numba
+    except Exception:  # numba refuses some NumPy and Python versions with errors of several kinds
+        return None
+    copies: dict[types.FunctionType, types.FunctionType] = {}
+    _gather(entry, copies)  # type: ignore[arg-type]
+    digest = hashlib.sha256()
+    for plain in sorted(copies, key=lambda f: (f.__module__, f.__qualname__)):
+        digest.update(repr((plain.__qualname__, plain.__code__.co_code, _constants(plain))).encode())
+    main = copies.pop(entry)  # type: ignore[arg-type]
+    compiled = {plain: numba.njit(nogil=True)(copy) for plain, copy in copies.items()}
+    for plain, copy in [*copies.items(), (entry, main)]:
+        for name in plain.__code__.co_names:
+            called = plain.__globals__.get(name)
+            if called in compiled:
+                copy.__globals__[name] = compiled[called]
+    main.__name__ = main.__qualname__ = f"{entry.__name__}_{digest.hexdigest()[:12]}"
+    return _jit.compiled(main)
+
+
+def _gather(function: types.FunctionType, copies: dict[types.FunctionType, types.FunctionType]) -> None:
+    if function in copies:
+        return
+    copy = types.FunctionType(function.__code__, dict(function.__globals__), function.__name__, function.__defaults__)
+    copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+    copies[function] = copy
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if isinstance(called, types.FunctionType) and called.__module__.startswith("nbmemprof."):
+            _gather(called, copies)
+
+
+def _constants(function: types.FunctionType) -> list[Any]:
+    values = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [function.__code__.co_consts, [v for v in values if isinstance(v, (int, float))]]
