@@ -106,7 +106,8 @@ class Tracker:
             alive = self.alive(rows, match(rows))
             at = attribute(rows, captures)[alive]
             stack = np.where(at >= 0, captures["stack"][at], 0) if len(captures) else np.zeros(len(alive), np.int64)
-            kept = {a: (size, old) for a, (size, old) in self.known.items() if a not in set(rows["addr"].tolist())}
+            touched = set(rows["addr"].tolist())
+            kept = {a: (size, old) for a, (size, old) in self.known.items() if a not in touched}
             self.known = kept | {int(a): (int(s), int(n)) for a, s, n in zip(rows["addr"][alive], rows["size"][alive], stack, strict=True)}
             number = self.stacks.keep(n for _, n in self.known.values())
             self.known = {a: (size, number[n]) for a, (size, n) in self.known.items()}

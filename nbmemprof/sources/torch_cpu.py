@@ -131,6 +131,8 @@ class _Window:
         alive = self._alive(used)
         stack = self.place["stack"][self.shown[self.made[self.shown]]]
         numbers = np.unique(np.concatenate([stack, np.asarray([n for _, n in alive.values()], np.uint32)]))
+        if not len(self.shown):
+            return self._still(alive, used, options)
         seq, events = self._events(options.get("cell"))
         tables = {
             "events": events, "blocks": _blocks(alive), "stacks": tr.tracker.stacks.table(int(n) for n in numbers if n),
@@ -140,6 +142,16 @@ class _Window:
         if alive:
             capture.tables["allocations"] = _attribute_start(capture.tables["allocations"], used)
         return capture
+
+    def _still(self, alive: dict[int, tuple[int, int]], used: dict[int, tuple[int, int]], options: dict[str, Any]) -> Capture:
+        """The capture of a window in which nothing happened: what is alive, in a few milliseconds."""
+        blocks = _blocks(alive)
+        what = pl.Series([_CATEGORIES[used[addr][0] - 1] if addr in used else "unknown" for addr in alive], dtype=pl.String)
+        same = {name: blocks[name] for name in ("kind", "source", "addr", "size_bytes", "requested_bytes", "pool_id", "stack_id")}
+        evidence = pl.Series(["storage" if addr in used else "none" for addr in alive], dtype=pl.String)
+        rows = schema.fill("allocations", same | {"category": what, "evidence": evidence, "at_start": True, "size_exact": True}, len(alive))
+        numbers = sorted({n for _, n in alive.values() if n})
+        return Capture.build({"blocks": blocks, "stacks": tr.tracker.stacks.table(numbers), "allocations": rows}, **self._meta(options))
 
     def _alive(self, used: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """Address → bytes and stack of every storage that is alive at the end."""
@@ -162,7 +174,7 @@ class _Window:
         time_us = np.maximum.accumulate(np.maximum(rows["time"][at] - self.since.time, 0)) / 1000.0
         stack = np.where(made[at], self.place["stack"][self.shown][at], 0)
         columns = {
-            "kind": "host", "source": "torch", "seq": np.arange(len(at)), "time_us": time_us, "action": words, "addr": pl.Series(rows["addr"][at].copy()),
+            "kind": "host", "source": "torch", "seq": np.arange(len(at)), "time_us": time_us, "action": words, "addr": _or_null(rows["addr"][at]),
             "requested_bytes": size, "size_bytes": size, "pool_id": "0_0", "stack_id": _or_null(stack), "cell": cell,
         }  # fmt: skip
         return seq, schema.fill("events", columns, len(at))
@@ -224,7 +236,8 @@ def _addresses() -> dict[int, tuple[int, int]]:
             try:
                 if tensor.device.type == "cpu":
                     # a gradient's storage is left alone: with a Python object it would count as shared, and autograd would no longer add in place
-                    size = tensor.nbytes if what == 2 else tensor.untyped_storage().nbytes()
+                    storage = None if what == 2 else tensor.untyped_storage()
+                    size = storage.nbytes() if storage is not None and storage.resizable() else 0  # borrowed memory can't be resized
                     found.setdefault(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size(), (what, size))
             except (RuntimeError, NotImplementedError):  # fake, lazy and sparse tensors have no address
                 continue
