@@ -81,7 +81,7 @@ def pair(
 def follow(
     act: Ints, addr: Ints, size: Ints, stream: Ints, where: Ints, ev_row: Ints, universe: Ints, row_round: Ints, row_size: Ints, row_exact: Ints, row_block: Ints,
     b_addr: Ints, b_size: Ints, b_prev: Ints, b_next: Ints, b_state: Ints, b_run: Ints, b_where: Ints, start_at: Ints,
-    r_addr: Ints, r_end: Ints, r_head: Ints, r_tail: Ints, r_alive: Ints, r_exp: Ints, r_stream: Ints,
+    r_addr: Ints, r_end: Ints, r_head: Ints, r_tail: Ints, r_alive: Ints, r_exp: Ints, r_stream: Ints, r_list: Ints,
     unsure_addr: Ints, unsure_block: Ints, unsure_row: Ints, state: Ints, limits: Ints, count: Ints,
 ) -> int:  # fmt: skip
     """Keep the layout of the heap through the trace and write every allocation's block size to ``row_size``.
@@ -89,11 +89,12 @@ def follow(
     Blocks are doubly linked by address within a run (a segment, or a contiguous mapped range); states: 0 free,
     1 live, 2 pending, 3 the border of a run, 4 gone. ``start_at`` maps an address of ``universe`` (ascending) to
     the block that begins there, ``b_where`` back. ``unsure_*`` list, by address, blocks that were there at the
-    start with an unknown size. ``state`` holds the numbers of blocks and runs in use; ``limits`` max_split_size
+    start with an unknown size. ``r_list`` lists the runs that ranges may be mapped to or unmapped from. ``state``
+    holds the numbers of blocks and runs in use, and the length of that list; ``limits`` max_split_size
     and the slack of the large pool. ``count`` receives: addresses that no free block begins at, blocks too small
     for the request. Returns 0.
     """
-    blocks, runs = int(state[0]), int(state[1])
+    blocks, runs, listed = int(state[0]), int(state[1]), int(state[2])
     max_split, slack = int(limits[0]), int(limits[1])
     known, unsure = len(universe), len(unsure_addr)
     for i in range(len(act)):
@@ -185,12 +186,19 @@ def follow(
                 continue
             below, above = -1, -1
             if a == 5:
-                for r in range(runs):
-                    if r_alive[r] == 1 and r_exp[r] == 1 and r_stream[r] == stream[i]:
+                j = 0
+                while j < listed and j < 8192:  # a real heap has dozens of mapped ranges; a hostile file is not worth the search
+                    r = int(r_list[j])
+                    if r_alive[r] == 0:  # given back, or joined to another one
+                        listed -= 1
+                        r_list[j] = r_list[listed]
+                        continue
+                    if r_exp[r] == 1 and r_stream[r] == stream[i]:
                         if r_end[r] == x:
                             below = r
                         elif r_addr[r] == x + s:
                             above = r
+                    j += 1
             b = blocks
             blocks += 1
             b_addr[b] = x
@@ -221,6 +229,9 @@ def follow(
                 r_alive[run] = 1
                 r_exp[run] = 1 if a == 5 else 0
                 r_stream[run] = stream[i]
+                if a == 5:
+                    r_list[listed] = run
+                    listed += 1
             t = int(r_tail[run])
             p = int(b_prev[t])
             b_run[b] = run
@@ -242,10 +253,19 @@ def follow(
             joins = b
         else:
             e = x + s
-            r = 0
-            while r < runs and (r_alive[r] == 0 or x < r_addr[r] or e > r_end[r]):
-                r += 1
-            if r == runs or s <= 0:
+            r = -1
+            if a == 4:  # a segment is given back whole, as one free block that begins where it begins
+                b = int(start_at[where[i]])
+                if b >= 0:
+                    r = int(b_run[b])
+            else:
+                j = 0
+                while j < listed and j < 8192 and r < 0:
+                    r = int(r_list[j])
+                    if r_alive[r] == 0 or x < r_addr[r] or e > r_end[r]:
+                        r = -1
+                    j += 1
+            if r < 0 or s <= 0 or r_alive[r] == 0 or x < r_addr[r] or e > r_end[r]:
                 count[0] += 1
                 continue
             b = int(b_next[r_head[r]])
@@ -297,6 +317,8 @@ def follow(
                 r_alive[run] = 1
                 r_exp[run] = r_exp[r]
                 r_stream[run] = r_stream[r]
+                r_list[listed] = run
+                listed += 1
                 if high > 0:
                     made = blocks
                     blocks += 1
@@ -349,4 +371,5 @@ def follow(
                 b_state[joins] = 4
     state[0] = blocks
     state[1] = runs
+    state[2] = listed
     return 0

@@ -205,7 +205,7 @@ class Group:
         row_block = np.full(rows, -1, np.int32)
         row_block[start.row_of_block[0]] = start.row_of_block[1]
         unsure = start.unsure(rounded)
-        count, state = np.zeros(2, np.int64), np.asarray([start.used, len(start.addr)], np.int64)
+        count, state = np.zeros(2, np.int64), np.asarray([start.used, len(start.addr), len(start.addr)], np.int64)
         settings = self.meta.get("settings") or {}
         widest = settings.get("max_split_size")
         limits = np.asarray([widest if isinstance(widest, int) and widest > 0 else 1 << 60, rounding.SMALL_SIZE], np.int64)
@@ -218,8 +218,9 @@ class Group:
         tight = unsure[3]
         self.row_exact[tight] = 1
         if n:
+            moves = int(((self.act == _follow.MAP) | (self.act == _follow.UNMAP)).sum())
             _jit.run(
-                _follow.follow, 8 * n, self.act, self.addr, self.size, self.stream, self.where, self.ev_row, self.universe, rounded, self.row_size, self.row_exact, row_block,
+                _follow.follow, 8 * n + moves * moves // 4, self.act, self.addr, self.size, self.stream, self.where, self.ev_row, self.universe, rounded, self.row_size, self.row_exact, row_block,
                 wide["addr"], wide["size"], wide["prev"], wide["next"], wide["state"], wide["run"], wide["where"], start_at, *runs, *unsure[:3], state, limits, count,
             )  # fmt: skip
         misplaced, small = (int(c) for c in count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,7 +110,7 @@ class Layout:
             [s[3] for s in self.segments],
         ]
         made = []
-        for values in columns:
+        for values in [*columns, list(range(n))]:
             array = np.zeros(n + grow, np.int64)
             array[:n] = values
             made.append(array)
@@ -131,29 +132,43 @@ def signed(addr: int) -> int:
 def walk_back(segments: pl.DataFrame, act: Array, addr: Array, size: Array, stream: Array) -> list[tuple[int, int, bool, int]]:
     """Segments before the first of these events: (addr, size, expandable, stream). Undoes the events from last to first."""
     here: dict[int, tuple[int, bool, int]] = {}
+    starts: list[int] = []  # ascending: what holds an address is found by bisection, however many ranges there are
+
+    def put(start: int, value: tuple[int, bool, int]) -> None:
+        if start not in here:
+            insort(starts, start)
+        here[start] = value
+
+    def take(start: int) -> tuple[int, bool, int] | None:
+        if start in here:
+            del starts[bisect_left(starts, start)]
+        return here.pop(start, None)
+
     for a, s, expandable, line in segments.select("addr", "size_bytes", "is_expandable", "stream").iter_rows():
         if s:
             here[signed(int(a))] = (int(s), bool(expandable), int(line or 0))
+    starts += sorted(here)
     for i in np.flatnonzero((act >= _follow.SEGMENT_ALLOC) & (act <= _follow.UNMAP))[::-1].tolist():
         a, s, line = int(addr[i]), int(size[i]), int(stream[i])
         match act[i]:
             case _follow.SEGMENT_ALLOC:
-                here.pop(a, None)
+                take(a)
             case _follow.SEGMENT_FREE:
-                here[a] = (s, False, line)
+                put(a, (s, False, line))
             case _follow.MAP:
-                for b, (t, expandable, owner) in list(here.items()):
-                    if b <= a and a + s <= b + t:
-                        del here[b]
-                        if b < a:
-                            here[b] = (a - b, expandable, owner)
-                        if a + s < b + t:
-                            here[a + s] = (b + t - a - s, expandable, owner)
-                        break
+                at = bisect_right(starts, a) - 1
+                b = starts[at] if at >= 0 else a
+                t, expandable, owner = here.get(b, (0, False, 0))
+                if at >= 0 and a + s <= b + t:
+                    take(b)
+                    if b < a:
+                        put(b, (a - b, expandable, owner))
+                    if a + s < b + t:
+                        put(a + s, (b + t - a - s, expandable, owner))
             case _:
-                below = next((b for b, (t, e, o) in here.items() if e and o == line and b + t == a), None)
-                above = here.pop(a + s) if a + s in here and here[a + s][1:] == (True, line) else None
-                begin = a if below is None else below
-                length = s + (here[below][0] if below is not None else 0) + (above[0] if above else 0)
-                here[begin] = (length, True, line)
+                at = bisect_left(starts, a) - 1
+                t, expandable, owner = here[starts[at]] if at >= 0 else (0, False, 0)
+                begin = starts[at] if at >= 0 and expandable and owner == line and starts[at] + t == a else a
+                above = take(a + s) if a + s in here and here[a + s][1:] == (True, line) else None
+                put(begin, (a - begin + s + (above[0] if above else 0), True, line))
     return [(a, s, e, o) for a, (s, e, o) in here.items()]
