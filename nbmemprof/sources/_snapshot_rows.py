@@ -17,13 +17,13 @@ from nbmemprof.errors import InputRefused
 from nbmemprof.sources import _pickle_kernel as k
 from nbmemprof.sources._pickle import Ints, Tape, ranges
 
-__all__ = ["BAD", "MISSING", "OK", "WIDE", "File", "ObjectFile", "Rows", "TapeFile"]
+__all__ = ["BAD", "MAX_DEPTH", "MAX_DEVICES", "MISSING", "OK", "WIDE", "File", "ObjectFile", "Rows", "TapeFile"]
 
 Array = npt.NDArray[Any]
 OK, MISSING, BAD, WIDE = range(4)  # WIDE: an unsigned number from 2**63 on, its bits kept
 MAX_DEPTH = 1024  # frames kept of a stack
-_MAX_FRAMES = 1 << 25
-_MAX_DEVICES = 1024
+_MAX_FRAMES = 1 << 23  # of all different stacks together; beyond it stacks are cut
+MAX_DEVICES = 256
 _NO_WORD, _BAD_WORD = -1, -2
 
 
@@ -56,6 +56,8 @@ class Rows(Protocol):
 class File(Protocol):
     """The document."""
 
+    depth: int  # frames kept of a stack, innermost first
+
     def top(self, name: str) -> Any:
         """A top-level entry as plain Python, cut to a sensible size; None where there is none."""
 
@@ -77,7 +79,7 @@ class TapeFile:
     """A decoded pickle."""
 
     def __init__(self, tape: Tape, root: Mapping[str, int]) -> None:
-        self.tape, self._root = tape, root
+        self.tape, self._root, self.depth = tape, root, MAX_DEPTH
 
     @classmethod
     def open(cls, tape: Tape) -> TapeFile:
@@ -99,7 +101,7 @@ class TapeFile:
         return TapeRows(self.tape, self.tape.flatten(np.array([self._root.get(name, k.NONE)], np.int64))[0], names)
 
     def traces(self, names: tuple[str, ...]) -> tuple[Rows, Ints, int, int]:
-        lists = self.tape.items(self._root.get("device_traces", k.NONE))[:_MAX_DEVICES]
+        lists = self.tape.items(self._root.get("device_traces", k.NONE))[:MAX_DEVICES]
         odd = sum(not self.tape.is_list(value) for value in lists.tolist())
         values, device = self.tape.flatten(lists)
         rows = TapeRows(self.tape, values, names)
@@ -108,17 +110,20 @@ class TapeFile:
     def frames(self, keys: Ints) -> tuple[Rows, Ints, Ints, Ints]:
         tape, runs = self.tape, len(self.tape.run_start)
         plain = keys < runs
-        at = ranges(tape.run_start[keys[plain]], np.minimum(tape.run_count[keys[plain]], MAX_DEPTH))
-        flat, lengths = tape.tape[at], np.zeros(len(keys), np.int64)
-        lengths[plain] = np.minimum(tape.run_count[keys[plain]], MAX_DEPTH)
+        whole = np.minimum(tape.run_count[keys[plain]], MAX_DEPTH).astype(np.int64)
+        while self.depth > 4 and int(np.minimum(whole, self.depth).sum()) > _MAX_FRAMES:
+            self.depth //= 2
+        whole = np.minimum(whole, self.depth)
+        flat, lengths = tape.tape[ranges(tape.run_start[keys[plain]], whole)], np.zeros(len(keys), np.int64)
+        lengths[plain] = whole
         order = np.flatnonzero(plain)
         if not plain.all():  # stacks written in several parts
             more, owner = tape.flatten((keys[~plain] - runs) * 8 + k.NODE, len(tape.data))
             rank = np.arange(len(more)) - np.searchsorted(owner, owner, side="left")
-            more, owner = more[rank < MAX_DEPTH], owner[rank < MAX_DEPTH]
+            more, owner = more[rank < self.depth], owner[rank < self.depth]
             lengths[~plain] = np.bincount(owner, minlength=int((~plain).sum()))
             flat, order = np.concatenate([flat, more]), np.concatenate([order, np.flatnonzero(~plain)])
-        if len(flat) > _MAX_FRAMES:
+        if len(flat) > 4 * _MAX_FRAMES:
             raise InputRefused(f"{tape.name} has {len(keys)} different stacks with {len(flat)} frames together, too many to keep. Record with stacks='python' or a smaller max_entries.")
         first = np.zeros(len(keys), np.int64)
         first[order] = np.cumsum(lengths[order]) - lengths[order]
@@ -251,6 +256,7 @@ class ObjectFile:
         self._root: Mapping[str, Any] = root if isinstance(root, Mapping) else {"segments": root}
         self.stack_of: dict[int, int] = {}
         self.stack_lists: list[Sequence[Any]] = []
+        self.depth = MAX_DEPTH
 
     def top(self, name: str) -> Any:
         return self._root.get(name)
@@ -262,7 +268,7 @@ class ObjectFile:
         return ObjectRows(self, _as_list(self._root.get(name)))
 
     def traces(self, names: tuple[str, ...]) -> tuple[Rows, Ints, int, int]:
-        lists = _as_list(self._root.get("device_traces"))[:_MAX_DEVICES]
+        lists = _as_list(self._root.get("device_traces"))[:MAX_DEVICES]
         odd = sum(not isinstance(trace, (list, tuple)) for trace in lists)
         kept = [_as_list(trace) for trace in lists]
         rows = ObjectRows(self, [event for trace in kept for event in trace])

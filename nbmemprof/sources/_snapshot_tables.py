@@ -13,7 +13,7 @@ import polars as pl
 
 from nbmemprof import schema
 from nbmemprof.sources._pickle import Ints, ranges
-from nbmemprof.sources._snapshot_rows import BAD, MISSING, OK, WIDE, File, Rows, first_of_each
+from nbmemprof.sources._snapshot_rows import BAD, MAX_DEPTH, MAX_DEVICES, MISSING, OK, WIDE, File, Rows, first_of_each
 from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["SnapshotTables"]
@@ -96,10 +96,11 @@ class SnapshotTables:
 
     def _actions(self, action: Array, words: list[str]) -> None:
         counts = np.bincount(action + 1, minlength=len(words) + 1)
-        strange = [f"{word[:40]!r} {format_count(int(counts[i + 1]))}×" for i, word in enumerate(words) if word not in schema.ACTIONS and counts[i + 1]]
-        strange += [f"no action {format_count(int(counts[0]))}×"] if counts[0] else []
+        used = [i for i, word in enumerate(words) if word not in schema.ACTIONS and counts[i + 1]]
+        strange = [f"no action {format_count(int(counts[0]))}×"] if counts[0] else []
+        strange += [f"{words[i][:40]!r} {format_count(int(counts[i + 1]))}×" for i in used[:9]]
         if strange:
-            self.warnings.append(f"unknown actions are kept but not followed: {', '.join(strange[:10])}{_more(strange)}")
+            self.warnings.append(f"unknown actions are kept but not followed: {', '.join(strange)}{_more(len(used) - 9)}")
 
     def _times(self, traces: list[tuple[int, int, int]], moment: Array) -> None:
         back = 0
@@ -147,7 +148,7 @@ class SnapshotTables:
         sums = np.bincount(parent, weights=np.where(block.good, block.size, 0), minlength=rows.count).astype(np.int64)
         total = np.where(total_status == MISSING, sums, total)
         good = ((addr_status == OK) & (addr >= 0)) | (addr_status == WIDE)
-        good &= (device_status == MISSING) | ((device_status == OK) & (device >= 0))
+        good &= (device_status == MISSING) | ((device_status == OK) & (device >= 0) & (device < MAX_DEVICES))
         good &= (total_status == MISSING) | ((total_status == OK) & (total >= 0) & (total < _SIZE_LIMIT))
         good &= _fits(addr, total)
         self._malformed("segments", rows.strays, int((~good).sum()), rows.count)
@@ -189,7 +190,7 @@ class SnapshotTables:
         if strange:
             lost = format_bytes(int(block.size[keep & (block.state == 3)].sum()))
             said = [f"{word[:40]!r} {format_count(count)}×" for word, count in strange.items()]
-            self.warnings.append(f"unknown block states, {lost} together, counted apart: {', '.join(said[:10])}{_more(said)}")
+            self.warnings.append(f"unknown block states, {lost} together, counted apart: {', '.join(said[:10])}{_more(len(said) - 10)}")
 
     # ------------------------------------------------------------------ marks
     def marks(self, events: pl.DataFrame, traces: list[tuple[int, int, Array]]) -> dict[str, pl.DataFrame]:
@@ -272,6 +273,8 @@ class SnapshotTables:
                 say(f"device without events: {', '.join(f'cuda:{d}' for d in silent[:8])} has segments but no history, so only its end is known. Memory history is recorded for devices in use when it is switched on")
         if not stacks.height and (events.height or segments.height):
             say("no frames: nothing in the snapshot has a call stack, so bytes can't be given to lines of code. Record with context='all' and stacks='python'")
+        if self.file.depth < MAX_DEPTH:
+            say(f"malformed: there are too many different stacks to keep whole; the innermost {self.file.depth} frames of each are shown")
         overflowed, most = (self._setting(key) for key in ("trace_alloc_overflowed", "trace_alloc_max_entries"))
         if overflowed is True or (isinstance(overflowed, list) and any(flag is True for flag in overflowed)):
             limit = f"max_entries {most}" if isinstance(most, int) else "max_entries"
@@ -346,8 +349,8 @@ def _texts(index: Array, words: list[str]) -> pl.Series:
     return _pick(pl.Series(words, dtype=pl.String), index).fill_null("")
 
 
-def _more(said: list[str]) -> str:
-    return f" and {format_count(len(said) - 10)} more" if len(said) > 10 else ""
+def _more(count: int) -> str:
+    return f" and {format_count(count)} more" if count > 0 else ""
 
 
 def _distinct(keys: Ints) -> Ints:
