@@ -59,6 +59,7 @@ def holders(namespace: Mapping[str, Any] | None = None, *, device: str | int | N
     """
     if by not in (None, "holder"):
         raise NbmemprofError(f"holders can't be grouped by {by!r}. Use by='holder', or leave it out for a row a tensor.")
+    _place(device)
     frame = frame_of(look(namespace), device)
     return grouped(frame) if by else frame
 
@@ -66,7 +67,7 @@ def holders(namespace: Mapping[str, Any] | None = None, *, device: str | int | N
 # ---------------------------------------------------------------------- frames
 def frame_of(scan: Scan, device: str | int | None = None) -> pl.DataFrame:
     """The rows of a look as a frame."""
-    rows = [row for row in scan.rows if _on(row, device, scan)]
+    rows = list(_chosen(scan.rows, device))
     tiers, shown = scan.tiers(), _shown(scan.rows)
     rows.sort(key=lambda r: (-r.memory.size_bytes, r.memory.key, r.tier, len(r.link.steps)))
     counted: set[int] = set()
@@ -96,17 +97,23 @@ def grouped(frame: pl.DataFrame) -> pl.DataFrame:
     return owned.group_by("device", "kind", "holder", "name", maintain_order=True).agg(parts).sort("size_bytes", descending=True, maintain_order=True)
 
 
-def _on(row: Row, device: str | int | None, scan: Scan) -> bool:
-    memory = row.memory
-    if device is None:
-        on_gpu = any(r.memory.device != "cpu" for r in scan.rows)
-        return memory.device != "cpu" or not on_gpu
-    if type(device) is int:
-        return memory.ordinal == device
-    kind, _, ordinal = str(device).partition(":")
-    if kind not in ("all", "cpu", "cuda", "xpu", "mps") or (ordinal and not ordinal.isdigit()):
+def _place(device: str | int | None) -> tuple[str | None, int | None]:
+    """Kind and ordinal of a device; (None, None): GPUs, or the CPU where they hold nothing."""
+    if device is None or (type(device) is int and device >= 0):
+        return None, device
+    kind, colon, ordinal = str(device).partition(":")
+    if kind not in ("all", "cpu", "cuda", "xpu", "mps") or (colon and not ordinal.isdigit()):
         raise NbmemprofError(f"{device!r} is not a device. Use 'cpu', 'cuda', 'cuda:1', an ordinal, or 'all'.")
-    return kind == "all" or (memory.device == kind and (not ordinal or memory.ordinal == int(ordinal)))
+    return kind, int(ordinal) if colon else None
+
+
+def _chosen(rows: list[Row], device: str | int | None) -> list[Row]:
+    kind, ordinal = _place(device)
+    if ordinal is not None:
+        return [row for row in rows if row.memory.ordinal == ordinal and kind in (None, row.memory.device)]
+    if kind is None:
+        return [row for row in rows if row.memory.device != "cpu"] or rows
+    return rows if kind == "all" else [row for row in rows if row.memory.device == kind]
 
 
 def _shown(rows: list[Row]) -> dict[int, int]:
@@ -181,7 +188,7 @@ def held_by_traceback(shell: Any = None) -> tuple[int, str]:
     scan = look(shell=shell)
     places = [place for place in scan.places if place.kind in ("traceback", "result")]
     keys = frozenset().union(*(place.keys for place in places)) if places else frozenset()
-    sizes = {row.memory.key: row.memory.size_bytes for row in scan.rows if row.memory.key in keys and _on(row, None, scan)}
+    sizes = {row.memory.key: row.memory.size_bytes for row in _chosen(scan.rows, None) if row.memory.key in keys}
     total = sum(sizes.values())
     if not total:
         return 0, ""

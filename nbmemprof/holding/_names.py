@@ -10,7 +10,7 @@ from types import AsyncGeneratorType, CellType, CoroutineType, FrameType, Functi
 from typing import Any
 
 from nbmemprof.holding._objects import Objects
-from nbmemprof.holding._parts import bases, describe_type, file_line, frame_locals, function_name, has_base, own_dict, slots
+from nbmemprof.holding._parts import describe_type, file_line, frame_locals, function_name, has_base, has_base_named, own_dict, slots
 from nbmemprof.holding._roots import Root
 
 __all__ = ["Link", "Namer", "describe_function", "short"]
@@ -25,6 +25,7 @@ _HOOKS = {
     "_post_accumulate_grad_hooks": "gradient hook", "_optimizer_step_pre_hooks": "optimizer hook", "_optimizer_step_post_hooks": "optimizer hook",
 }  # fmt: skip
 _INSIDE = ("._modules", "._parameters", "._buffers")
+_GRAPH = ".grad_fn"
 _CLOSURE = " closure "
 _WEAK = ("variable", "module", "cycle", "native")
 _LONG = 40  # characters of a key
@@ -97,6 +98,8 @@ class Namer:
             text += word
         if word[1:] in _HOOKS and has_base(type(thing), dict):
             kind, place = "hook", f"{_HOOKS[word[1:]]} of {short(before.text)}"
+        elif word == _GRAPH and weak:
+            kind = "graph"
         elif word.startswith(_CLOSURE) and (weak or kind == "local"):
             kind, place = "closure", describe_function(self._closure(int(self._objects.parent[parent])))
         return self._through(Link((*before.steps, word), text, kind, place, before.root, before.origin), thing)
@@ -104,7 +107,7 @@ class Namer:
     @staticmethod
     def beyond(before: Link, steps: tuple[str, ...]) -> Link:
         """The chain with steps that no reference shows; the first of them stands in the text."""
-        kind = "graph" if steps[0] == ".grad_fn" and before.kind in ("variable", "module", "local", "closure", "generator", "thread") else before.kind
+        kind = "graph" if steps[0] == _GRAPH and before.kind in ("variable", "module", "local", "closure", "generator", "thread") else before.kind
         return Link((*before.steps, *steps), before.text + steps[0], kind, before.place, before.root, before.origin)
 
     def _frame(self, parent: int, holder: Any) -> FrameType | None:
@@ -142,8 +145,10 @@ class Namer:
             return None
         if type(thing) is CellType and cls is FrameType:
             return None
-        if type(thing) is OrderedDict and any(c.__name__ == "TensorBase" for c in bases(cls)):
+        if type(thing) is OrderedDict and has_base_named(cls, "TensorBase"):
             return "._backward_hooks"
+        if has_base_named(type(thing), "_FunctionBase") and has_base_named(cls, "TensorBase"):
+            return _GRAPH
         names = self._children.get(parent)
         if names is None:
             names = self._children[parent] = self._names(parent, holder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -172,26 +172,32 @@ class Objects:
         return among[counts - own > explained]
 
 
-def take() -> Objects:
-    """The graph as it is now; collect no garbage while it is used (``gc.disable``)."""
+def take(begin: Callable[[], Iterable[Any]] = tuple) -> Objects:
+    """The graph as it is now; collect no garbage while it is used (``gc.disable``).
+
+    Parameters
+    ----------
+    begin
+        Things from which frozen objects (``gc.freeze``) are looked for, besides modules and all that is not frozen.
+    """
     items = gc.get_objects()  # before the graph exists: it must not be among its own objects, or it would live on as a cycle
     if gc.get_freeze_count():
-        items += _frozen(items)
+        items += _frozen(items, begin())
     return Objects(items)
 
 
-def _frozen(known: list[Any]) -> list[Any]:
+def _frozen(known: list[Any], more: Iterable[Any]) -> list[Any]:
     """Objects of the permanent generation (``gc.freeze``), which the collector does not list: found from those it lists."""
     seen = set(map(id, known))
     found: list[Any] = []
-    front: list[Any] = [*known, *sys.modules.values()]
+    front: list[Any] = [*known, list(more), list(sys.modules.values())]
     while front:
-        more = []
+        new = []
         for begin in range(0, len(front), _CHUNK):
             for thing in gc.get_referents(*front[begin : begin + _CHUNK]):
                 if id(thing) not in seen and gc.is_tracked(thing):
                     seen.add(id(thing))
-                    more.append(thing)
-        found += more
-        front = more
+                    new.append(thing)
+        found += new
+        front = new
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from nbmemprof.sources._stacks import cell_names
 
-__all__ = ["OPTIMIZED", "bases", "class_dict", "describe_type", "file_line", "frame_locals", "function_name", "has_base", "own_dict", "slots"]
+__all__ = ["OPTIMIZED", "bases", "class_dict", "describe_type", "file_line", "frame_locals", "function_name", "has_base", "has_base_named", "own_dict", "slots"]
 
 _mro: Any = type.__dict__["__mro__"]
 _class_dict: Any = type.__dict__["__dict__"]
@@ -28,6 +28,11 @@ def bases(cls: type) -> tuple[type, ...]:
 def has_base(cls: type, base: type) -> bool:
     """``issubclass`` without hooks."""
     return any(c is base for c in bases(cls))
+
+
+def has_base_named(cls: type, name: str) -> bool:
+    """Whether a class or a base of it was defined with this name."""
+    return any(_class_name.__get__(c) == name for c in bases(cls))
 
 
 def class_dict(cls: type) -> MappingProxyType[str, Any]:

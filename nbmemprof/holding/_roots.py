@@ -64,7 +64,7 @@ def notebook_names(shell: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- running code
-def running(namespace: Mapping[str, Any]) -> Iterator[Root]:
+def running() -> Iterator[Root]:
     """Local variables of what runs now, in this thread and in others; our own functions are left out."""
     mine, threads = threading.get_ident(), {t.ident: t.name for t in list(getattr(threading, "_active", {}).values())}  # enumerate() would take a lock
     for ident, top in sys._current_frames().items():

@@ -88,7 +88,7 @@ def look(namespace: Mapping[str, Any] | None = None, shell: Any = None) -> Scan:
     try:
         reader = Reader(torch)
         with reader.plainly():
-            return _Search(reader, namespace, shell, _objects.take()).run()
+            return _Search(reader, namespace, shell, _objects.take(lambda: [namespace, *(root.thing for root in _roots.running())])).run()
     finally:
         if collecting:
             gc.enable()
@@ -115,7 +115,7 @@ class _Search:
         self._fence(slots)
         self._reach(USER, list(_roots.names(self.namespace, self.shell)))
         self._open_modules(slots)
-        self._reach(RUNNING, [*_roots.running(self.namespace), *_roots.handled(), *_roots.modules(self.namespace)])
+        self._reach(RUNNING, [*_roots.running(), *_roots.handled(), *_roots.modules(self.namespace)])
         self.objects.closed[:] = False
         self._reach(NOTEBOOK, [Root(slot.thing, slot.label, slot.kind) for slot in sorted(slots, key=lambda s: s.kind != "output")])
         self._rest()
