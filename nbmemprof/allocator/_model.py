@@ -73,19 +73,19 @@ class Model:
 
     def configure(self, settings: Settings, limit_bytes: int | None, card_bytes: int | None) -> None:
         """Write the settings into the header."""
-        m, rules = self.m, self.rules
+        m = self.m
         self.settings, self.limit_bytes = settings, limit_bytes
         m[M.EXPANDABLE] = settings.expandable_segments
         m[M.MAX_SPLIT] = M.NO_LIMIT if settings.max_split_size is None else min(settings.max_split_size, M.NO_LIMIT)
         m[M.NON_SPLIT], m[M.LARGE] = min(settings.max_non_split_rounding, 1 << 60), settings.large_segment_size
         m[M.LIMIT] = M.NO_LIMIT if limit_bytes is None else limit_bytes
-        armed = settings.garbage_collection_threshold > 0 and (limit_bytes is not None or (rules.gc_at_any_fraction and False))
+        armed = settings.garbage_collection_threshold > 0 and limit_bytes is not None  # up to 2.8 a fraction of 1.0 is a limit too
         m[M.GC_ON] = armed
         m[M.GC_LIMIT] = int(settings.garbage_collection_threshold * float(limit_bytes)) if armed and limit_bytes is not None else 0
         card = card_bytes or _CARD
         reserve = settings.expandable_reserve
         m[M.VIRTUAL] = card * 9 // 8 if reserve is None else min(card * 9 // 8, int(reserve * card) if isinstance(reserve, float) else reserve)
-        m[M.ROUTED_QUIET] = rules.routed_quiet
+        m[M.ROUTED_QUIET] = self.rules.routed_quiet
         m[M.REJECT] = settings.throw_on_cudamalloc_oom and limit_bytes is not None
         m[M.DIVISIONS : M.DIVISIONS + 16] = settings.roundup_power2_divisions
 

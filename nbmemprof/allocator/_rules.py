@@ -10,10 +10,10 @@ from nbmemprof.allocator._memory import (
     ACTIVE, ACTIVE_BYTES, ADDR, AGE, ALLOC, ALLOCATED_BYTES, ALLOCATION, ANSWERED, AREA, AREA_BASE, AREA_BYTES, AREA_LIST, AREA_PAGE, AREAS_MADE, ASCENDING, AT,
     CAPACITY, CHAIN, DEFAULT_LARGE, DEFAULT_SMALL, DESCENDING, DEVICE_ALLOC, DEVICE_FREE, DIVISIONS, END, EXPANDABLE, FED, FREE, FREE_COMPLETED, FREE_COUNT,
     FREE_REQUESTED, GC_LIMIT, GC_ON, GIVEN, GONE, HALF_FIRST, HALF_POOL, HALF_SEARCHES, HALF_SMALL, HOLE, INACTIVE_SPLIT, INACTIVE_SPLIT_BYTES, IS_AREA, IS_LIST, KEY,
-    LARGE, LEFT, LIMIT, LIST, LIST_FREE, LIST_HALF, LIST_HOLES, LIST_NEXT, LIST_SMALL, LIST_STREAM, LIVE, MAX_SPLIT, MODE, MUTE, NEXT, NEXT_ADDR, NON_SPLIT, OOM, OOMS, OTHER,
+    LARGE, LEFT, LIMIT, LIST, LIST_FREE, LIST_HALF, LIST_HOLES, LIST_NEXT, LIST_SMALL, LIST_STREAM, LIVE, MAX_SPLIT, MODE, MUTE, NEXT, NEXT_ADDR, NO_LIMIT, NON_SPLIT, OOM, OOMS, OTHER,
     OVERSIZE_ALLOCATIONS, OVERSIZE_SEGMENTS, PENDING, PENDING_FIRST, PENDING_LAST, POLICY, POOL_CUSTOM, POOL_FREEABLE, POOL_LARGE, POOL_NEXT, POOL_NO_SPLIT,
     POOL_ON_OOM, POOL_SMALL, POOLS, PREV, QUIET, RANDOM, REFUSALS, REJECT, REJECTIONS, REQUESTED, REQUESTED_BYTES, RESERVED, RESERVED_BYTES, RETRIES, RIGHT,
-    ROUTED_QUIET, ROW, SEGMENT, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS_MADE, SIZE, STATE, SYNCS, T_ADDR, T_SIZE, T_STREAM, VIRTUAL,
+    ROUTED_QUIET, ROW, SEGMENT, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS_MADE, SIZE, SOURCE, STATE, SYNCS, T_ADDR, T_POOL, T_ROW, T_SIZE, T_STREAM, VIRTUAL,
     WINDOW, WINDOW_END, WORDS, WRONG, WRONG_ADDR, WRONG_KIND, WRONG_SIZE, WRONG_STREAM,
     Ints, after, at_least, before, gain, gain_one, insert, last, lose, lose_one, new_record, recycle, remove,
 )  # fmt: skip
@@ -45,7 +45,8 @@ def tell(m: Ints, t: Ints, kind: int, addr: int, size: int, stream: int, row: in
         t[j + 1] = addr
         t[j + 2] = size
         t[j + 3] = stream
-        t[j + 4] = row
+        t[j + T_ROW] = row
+        t[j + T_POOL] = m[SOURCE]
     m[AT] = j + WORDS
     return 0
 
@@ -589,7 +590,7 @@ def malloc(m: Ints, t: Ints, row: int, requested: int, stream: int, pool: int) -
         quiet = 1 if m[QUIET] or (m[ROUTED_QUIET] and half != m[DEFAULT_SMALL] and half != m[DEFAULT_LARGE]) else 0
         b = grow(m, t, free_list, rounded, nominal, expandable, quiet)
         if b == 0:
-            tell(m, t, OOM, 0, rounded, stream, row)
+            tell(m, t, OOM, m[CAPACITY] - m[RESERVED] if m[CAPACITY] < NO_LIMIT else 0, rounded, stream, row)
             m[OOMS] += 1
             return 0
     half = m[m[b + LIST] + LIST_HALF]

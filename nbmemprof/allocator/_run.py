@@ -1,8 +1,8 @@
 """Run operations through the rules, or follow a recorded trace and compare.
 
 ``t`` is the trace, ``o`` the operations, both in rows of six words: kind, address, bytes, stream, row, and the
-pool's record (of an alloc) or whether the free waits for other streams. ``h`` has one word a row: the block that
-serves it, -1 where it was refused. ``e`` lists moments without an event of their own, as pairs: the word in the
+pool's record (of an alloc) or whether the free waits for other streams; in a trace that is written, the operation that
+caused it. ``h`` has two words a row: the block that serves it (-1: refused) and the bytes given. ``e`` lists moments without an event of their own, as pairs: the word in the
 operations before which it happened, and 0 for ``empty_cache()`` or the pool that was dropped; -1 ends it.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from nbmemprof.allocator._memory import (
     ALLOC, AMBIGUOUS, AT, CAPACITY, DROP_POOL, EMPTY, END, FED, FOUND, FREE_COMPLETED, FREE_COUNT, FREE_REQUESTED, GC_LIMIT, GC_ON, INFER, LIMIT, LIVE, MODE,
-    NEXT_GIVEN, NOW, OOM, OTHER, PENDING, POOL_CUSTOM, POOL_FREEABLE, POOL_LARGE, POOL_SMALL, EXPANDABLE, RECORD, RESERVED, ROOM, ROW, SEGMENT_ALLOC,
-    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SKIPPED, SKIPPED_BYTES, STATE, STOP, T_ADDR, T_POOL, T_ROW, T_SIZE, T_STREAM, TELL, TOP, WORDS, WRONG,
+    NEXT_GIVEN, NOW, OOM, OTHER, PENDING, EXPANDABLE, POOL_CUSTOM, POOL_FREEABLE, POOL_LARGE, POOL_SMALL, RECORD, RESERVED, ROOM, ROW, SEGMENT_ALLOC,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE, SKIPPED, SKIPPED_BYTES, SOURCE, STATE, STOP, T_ADDR, T_POOL, T_ROW, T_SIZE, T_STREAM, TELL, TOP, WORDS, WRONG,
     WRONG_ADDR, WRONG_KIND, WRONG_SIZE, WRONG_STREAM,
     Ints,
 )  # fmt: skip
@@ -47,6 +47,7 @@ def serve(m: Ints, t: Ints, o: Ints, h: Ints, e: Ints) -> int:
         if short:
             return short
         i = m[NOW]
+        m[SOURCE] = i
         g = m[NEXT_GIVEN]
         if e[g] == i:
             m[NEXT_GIVEN] = g + 2
@@ -60,16 +61,18 @@ def serve(m: Ints, t: Ints, o: Ints, h: Ints, e: Ints) -> int:
         row = o[i + T_ROW]
         if kind == ALLOC:
             b = malloc(m, t, row, o[i + T_SIZE], o[i + T_STREAM], o[i + T_POOL])
-            h[row] = b if b else -1
-            if b == 0:
+            h[2 * row] = b if b else -1
+            if b:
+                h[2 * row + 1] = m[b + SIZE]
+            else:
                 m[SKIPPED] += 1
                 m[SKIPPED_BYTES] += o[i + T_SIZE]
         elif kind == FREE_REQUESTED:
-            b = h[row] if row >= 0 else 0
+            b = h[2 * row] if row >= 0 else 0
             if b > 0 and m[b + STATE] == LIVE and m[b + ROW] == row:
                 free(m, t, b, o[i + T_POOL])
         elif kind == FREE_COMPLETED:
-            b = h[row] if row >= 0 else 0
+            b = h[2 * row] if row >= 0 else 0
             if b > 0 and m[b + STATE] == PENDING and m[b + ROW] == row:
                 complete(m, t, b)
         elif kind == EMPTY:
@@ -105,7 +108,7 @@ def follow(m: Ints, t: Ints, h: Ints, e: Ints) -> int:
             flush(m, t)
             continue
         row = t[j + T_ROW]
-        b = h[row] if row >= 0 else 0
+        b = h[2 * row] if row >= 0 else 0
         held = b > 0 and m[b + ROW] == row and (m[b + STATE] == LIVE or m[b + STATE] == PENDING)
         if kind == FREE_REQUESTED:
             if held and m[b + STATE] == LIVE:
@@ -187,6 +190,9 @@ def request(m: Ints, t: Ints, h: Ints, e: Ints, j: int) -> int:
         return wrong(m, NO_REQUEST, OTHER, 0, 0, 0)
     row = t[k + T_ROW]
     b = malloc(m, t, row, t[k + T_SIZE], t[k + T_STREAM], t[k + T_POOL])
-    if row >= 0:
-        h[row] = b if b else -1
+    if row >= 0 and b:
+        h[2 * row] = b
+        h[2 * row + 1] = m[b + SIZE]
+    elif row >= 0:
+        h[2 * row] = -1
     return 0

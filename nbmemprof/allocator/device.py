@@ -85,7 +85,7 @@ class Device:
         self._model = Model(settings, self.rules, limit_bytes=limit, capacity_bytes=self.capacity_bytes, policy=addresses if known else "ascending")  # type: ignore[arg-type]
         self._trace = np.zeros(6 << 8 if history else 0, np.int64)
         self._model.m[M.MODE], self._model.m[M.END] = M.TELL if history else M.MUTE, len(self._trace)
-        self._operation, self._row = np.zeros(M.WORDS, np.int64), np.zeros(1, np.int64)
+        self._operation, self._row = np.zeros(M.WORDS, np.int64), np.zeros(2, np.int64)
         self._calls = 0
         self._live: dict[int, int] = {}
         self._uses: dict[int, set[int]] = {}
@@ -304,8 +304,8 @@ class Device:
     def _events(self) -> list[dict[str, Any]]:
         rows = self._trace[: int(self._model.m[M.AT])].reshape(-1, M.WORDS) if len(self._trace) else np.zeros((0, M.WORDS), np.int64)
         out = []
-        for i, (kind, addr, size, stream, _row, extra) in enumerate(rows.tolist()):
-            place = {"device_free": extra} if kind == M.OOM else {"addr": addr}
+        for i, (kind, addr, size, stream, _row, _source) in enumerate(rows.tolist()):
+            place = {"device_free": max(0, addr)} if kind == M.OOM else {"addr": addr}
             out.append({"action": _WORDS[kind]} | place | {"size": size, "stream": stream, "time_us": i, "compile_context": "N/A", "user_metadata": "", "frames": []})
         return out
 
@@ -352,7 +352,7 @@ class Device:
 def _nominal(model: Model, requested: int) -> int:
     from nbmemprof.allocator import _rules
 
-    return _rules.segment_size(model.m.data, _rules.round_size(model.m.data, requested))  # type: ignore[arg-type]
+    return int(_rules.segment_size(model.m.data, _rules.round_size(model.m.data, requested)))  # type: ignore[arg-type]
 
 
 def _mib(size: int) -> str:

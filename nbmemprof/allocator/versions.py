@@ -17,13 +17,12 @@ class Rules:
     """One torch version's rules.
 
     ``old_parser``: the parser up to 2.8. ``min_split_mb``: smallest ``max_split_size_mb``, and whether it is allowed itself.
-    ``gc_at_any_fraction``: collection is armed by a fraction of 1.0 too. ``routed_quiet``: inside ``use_mem_pool`` there is
+    ``routed_quiet``: inside ``use_mem_pool`` there is
     no flush and no polling of events. ``keys``: the options that this version knows.
     """
 
     torch: tuple[int, int]
     old_parser: bool
-    gc_at_any_fraction: bool
     routed_quiet: bool
     use_on_oom: bool
     keys: frozenset[str]
@@ -59,4 +58,4 @@ def rules_of(torch: str | None) -> Rules:
     for since, more in _SINCE.items():
         if version >= since:
             keys |= more
-    return Rules(version, version < (2, 9), version < (2, 9), version < (2, 12), version >= (2, 8), frozenset(keys))
+    return Rules(version, version < (2, 9), version < (2, 12), version >= (2, 8), frozenset(keys))
