@@ -41,7 +41,17 @@ def synthetic(events: int, path: Path, depth: int = 24) -> None:
         nonlocal clock
         clock += 3
         trace.append(
-            {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": clock, "compile_context": "N/A", "user_metadata": "", "pool_id": (0, 0), "frames": list(stack)}
+            {
+                "action": action,
+                "addr": addr,
+                "size": size,
+                "stream": 0,
+                "time_us": clock,
+                "compile_context": "N/A",
+                "user_metadata": "",
+                "pool_id": (0, 0),
+                "frames": list(stack),
+            }
         )
 
     slots = [base + i * (1 << 20) for i in range(512)]
