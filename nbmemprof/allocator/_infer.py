@@ -152,7 +152,7 @@ def _attempt(recording: Recording, settings: Settings, torch: str | None, limit:
         said.append(f"{_times(int(m[M.REFUSALS]), 'refusal')} by the driver, read from the trace: what else is on the card is not in it")
     if recording.deferred:
         said.append(f"{_times(recording.deferred, 'free')} waited for other streams; when those were done is read from the trace")
-    if len(recording.pool_names) > 1 and recording.events["pool_id"].null_count() == recording.events.height:
+    if len(recording.pool_names) > 1 and not recording.pools_told:
         said.append(f"private pools {', '.join(recording.pool_names[1:])}: requests are told apart by the final segments, as the events name no pool")
     return Followed(recording, settings, model, rows, moments, limit, capacity, torch, mismatch, said)
 

@@ -102,13 +102,19 @@ class Recording:
     # ------------------------------------------------------------------ pools
     def _pools(self) -> None:
         """Write each request's pool: as the events tell it, else by the private segment that its address lies in."""
+        self._tell_pools()
+        if len(self.pool_names) == 1:  # the default pool is the first record of every model
+            self.trace.reshape(-1, M.WORDS)[(self.kind == M.ALLOC) | (self.kind == M.OOM), M.T_POOL] = M.HEAD
+
+    def _tell_pools(self) -> None:
         table = self.trace.reshape(-1, M.WORDS)
         asks = (self.kind == M.ALLOC) | (self.kind == M.OOM)
         told = self.events["pool_id"]
-        if told.null_count() < len(told):
-            names = told.cast(pl.String).fill_null("0_0")
-            self.pool_names += sorted(set(names.unique().to_list()) - {"0_0"}, key=_pool_order)
+        self.pools_told = told.null_count() < len(told)
+        if self.pools_told:
+            self.pool_names += sorted(set(told.unique().cast(pl.String).fill_null("0_0").to_list()) - {"0_0"}, key=_pool_order)
             if len(self.pool_names) > 1:
+                names = told.cast(pl.String).fill_null("0_0")
                 number = names.replace_strict(self.pool_names, list(range(len(self.pool_names))), return_dtype=pl.Int64).to_numpy()
                 table[asks, M.T_POOL] = number[asks]
             return
@@ -127,14 +133,12 @@ class Recording:
         """Return the trace with the records of the model's pools in place of numbers; pools are made where there are none yet."""
         while len(model.pools) < len(self.pool_names):
             model.add_pool()
+        if len(self.pool_names) == 1:
+            return self.trace
         bound = self.trace.copy()
         table = bound.reshape(-1, M.WORDS)
-        if len(self.pool_names) == 1:
-            asks = table[:, M.T_KIND]
-            table[:, M.T_POOL] = np.where((asks == M.ALLOC) | (asks == M.OOM), model.default, table[:, M.T_POOL])
-        else:
-            asks = (table[:, M.T_KIND] == M.ALLOC) | (table[:, M.T_KIND] == M.OOM)
-            table[asks, M.T_POOL] = np.asarray(model.pools, np.int64)[table[asks, M.T_POOL]]
+        asks = (self.kind == M.ALLOC) | (self.kind == M.OOM)
+        table[asks, M.T_POOL] = np.asarray(model.pools, np.int64)[table[asks, M.T_POOL]]
         return bound
 
     # ------------------------------------------------------------------ the beginning
