@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_NAMES = {"Device": "device", "Settings": "conf", "ConfError": "conf", "parse": "conf", "replay": "replay", "verdict": "replay", "what_if": "what_if"}
+_NAMES = {"Device": "device", "Settings": "conf", "ConfError": "conf", "parse": "conf", "verdict": "replay"}
 
-__all__ = ["ConfError", "Device", "Settings", "parse", "replay", "verdict", "what_if"]
+__all__ = ["ConfError", "Device", "Settings", "parse", "verdict"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +26,4 @@ if TYPE_CHECKING:
     from nbmemprof.allocator.conf import Settings as Settings
     from nbmemprof.allocator.conf import parse as parse
     from nbmemprof.allocator.device import Device as Device
-    from nbmemprof.allocator.replay import replay as replay
     from nbmemprof.allocator.replay import verdict as verdict
-    from nbmemprof.allocator.what_if import what_if as what_if

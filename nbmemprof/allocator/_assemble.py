@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from nbmemprof import schema
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._serve import Requests, Served
 
 __all__ = ["tables_of"]

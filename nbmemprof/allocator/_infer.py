@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
 from nbmemprof.allocator._model import Model, Words
 from nbmemprof.allocator._recording import Recording, recordings
@@ -18,6 +18,7 @@ from nbmemprof.allocator.conf import Settings, parse
 from nbmemprof.allocator.rounding import MIN_LARGE_ALLOC, ROUND_LARGE, SMALL_BUFFER, SMALL_SIZE, divisions_of, round_sizes
 from nbmemprof.allocator.versions import rules_of
 from nbmemprof.capture import Capture
+from nbmemprof.heap._columns import int64
 from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["Followed", "as_recorded", "recorded_settings"]
@@ -106,23 +107,36 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
         else:
             said.append("per_process_memory_fraction is set, but the card's size is not known")
     bounds = _Bounds(recording, settings)
+    open_ = False
     if limit is None:
         limit, text = bounds.limit()
         said += text
+        open_ = bool(text)
     refused = bounds.physical() if limit is None else None
-    found = _attempt(recording, settings, torch, limit, capacity_bytes or refused, card)
-    if limit_bytes is None and bounds.open is not None and not found.exact:
-        found = _narrow(found, bounds.open, recording, settings, torch, capacity_bytes, card)
+
+    def attempt(limit: int | None, *, empty: bool = recording.starts_empty or recording.may_be_whole) -> Followed:
+        return _attempt(recording, settings, torch, limit, capacity_bytes or refused, card, empty=empty)
+
+    found = attempt(limit)
+    if open_ and not found.exact:
+        found = _narrow(found, bounds.widest(), attempt)
+    if not found.exact and recording.may_be_whole:
+        if recording.first_segments().height > 1:
+            cached = attempt(limit, empty=False)
+            found = cached if cached.exact else found
+        elif found.mismatch is not None and found.mismatch["expected"] is not None:
+            found.mismatch["reason"] += "; or the trace began with this segment cached and nothing live, which no event tells"
+    _say_where(found)
     found.inferred = [*said, *found.inferred]
     return found
 
 
-def _attempt(recording: Recording, settings: Settings, torch: str | None, limit: int | None, capacity: int | None, card: int | None) -> Followed:
+def _attempt(recording: Recording, settings: Settings, torch: str | None, limit: int | None, capacity: int | None, card: int | None, *, empty: bool) -> Followed:
     model = Model(settings, rules_of(torch), limit_bytes=limit, capacity_bytes=capacity, card_bytes=card, records=4096 + 4 * recording.segments.height)
     m = model.m
     trace = recording.bind(model)
     rows = np.zeros(2 * max(recording.rows.height, 1), np.int64)
-    said = recording.lay_out(model, rows)
+    said = [] if empty else recording.lay_out(model, rows)
     m = model.m
     seen = _seen_empty_caches(recording)
     bursts = int(((recording.kind == M.SEGMENT_FREE) | (recording.kind == M.SEGMENT_UNMAP)).sum())
@@ -161,24 +175,54 @@ def _times(count: int, what: str) -> str:
     return f"{format_count(count)} {what}{'s' if count != 1 and not what.startswith('of') else ''}"
 
 
-def _narrow(found: Followed, bounds: tuple[int, int], recording: Recording, settings: Settings, torch: str | None, capacity: int | None, card: int | None) -> Followed:
-    """Search the open range of the limit for one under which the rules give the trace: each difference says on which side it is."""
+def _narrow(found: Followed, bounds: tuple[int, int], attempt: Callable[[int | None], Followed]) -> Followed:
+    """Search for a limit under which the rules give the trace: each difference says on which side it is."""
     low, high = bounds
     best = found
-    for _ in range(50):
-        if low >= high or found.exact:
-            break
-        more = found.limit_bytes is not None and found.model.m[M.WRONG] == _run.DIFFERS and found.model.m[M.WRONG_KIND] in (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OOM)
-        at = int(found.limit_bytes or low)
-        low, high = (at + 1, high) if more else (low, at)
-        if low >= high:
-            break
-        found = _attempt(recording, settings, torch, _roundest(low, high), capacity, card)
+    while high - low > ROUND_LARGE and not best.exact:
+        m = found.model.m
+        at = found.limit_bytes
+        if at is not None and low <= at < high:
+            refused = m[M.WRONG] == _run.DIFFERS and m[M.WRONG_KIND] in (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OOM) and not _in_inferred_burst(found)
+            low, high = (at + 1, high) if refused else (low, at)
+        middle = low + (high - low) // 2
+        found = attempt(_roundest(middle, min(high, middle + ROUND_LARGE)))
         if found.exact or found.model.m[M.AT] > best.model.m[M.AT]:
             best = found
-    if best.exact:
-        best.inferred.append(f"the limit {best.limit_bytes} B was found by trying: under it the rules give the trace")
+    if best is not found or best.exact:
+        best.inferred.append(f"the limit {best.limit_bytes} B was found by trying: under it the rules agree with the trace longest")
     return best
+
+
+def _in_inferred_burst(found: Followed) -> bool:
+    """Whether the difference lies in a burst that was taken for an ``empty_cache()``: the limit may be lower, and the burst its doing."""
+    m = found.model.m
+    if not m[M.FOUND]:
+        return False
+    at, begin = int(m[M.AT]) // M.WORDS, int(found.moments[int(m[M.FOUND]) - 2]) // M.WORDS
+    kinds = found.recording.kind[begin:at]
+    return bool(((kinds == M.SEGMENT_FREE) | (kinds == M.SEGMENT_UNMAP)).all())
+
+
+def _say_where(found: Followed) -> None:
+    """Of a lost alloc say between which events it was: after its place became free, before it is missed."""
+    mismatch, recording = found.mismatch, found.recording
+    if mismatch is None or mismatch["reason"] not in (_REASONS[_run.STRAY], _REASONS[_run.DIFFERS]):
+        return
+    event = mismatch["found"] if mismatch["reason"] == _REASONS[_run.STRAY] else mismatch["expected"]
+    if event is None or event["action"] not in ("alloc", "free_requested"):
+        return
+    rows, seq = recording.rows, recording.curve.seq
+    orphans = rows.filter(pl.col("alloc_seq").is_null())
+    if not (int64(orphans["addr"]) == event["addr"]).any():
+        return
+    begin, size = int64(rows["addr"]), int64(rows["size_bytes"])
+    over = (begin < event["addr"] + max(event["bytes"], 1)) & (begin + size > event["addr"])
+    done = rows["done_seq"].to_numpy()[over]
+    before = done[done < seq[min(mismatch["index"], len(seq) - 1)]] if len(done) else done
+    low = int(np.searchsorted(seq, before.max())) + 1 if len(before) else 0
+    mismatch["reason"] = f"the alloc at {event['addr']:#x} is missing, lost between events {low} and {mismatch['index']}"
+    mismatch["between"] = [low, mismatch["index"]]
 
 
 # ---------------------------------------------------------------------------------------------- what differs
@@ -230,7 +274,6 @@ class _Bounds:
 
     def __init__(self, recording: Recording, settings: Settings) -> None:
         self.recording, self.settings = recording, settings
-        self.open: tuple[int, int] | None = None
         kind = recording.kind
         self.ooms = np.flatnonzero(kind == M.OOM)
 
@@ -244,7 +287,7 @@ class _Bounds:
         by_limit = np.asarray([f is None or f >= n for f, n in zip(free, nominal.tolist(), strict=True)])
         if not by_limit.any():
             return None, []
-        reserved = r.curve.reserved[self.ooms]
+        reserved = r.reserved[self.ooms]
         high = int((reserved + nominal)[by_limit].min())
         low = self._granted()
         if low >= high:
@@ -252,14 +295,17 @@ class _Bounds:
         for needed in self._bursts():
             if low < needed < high:
                 high = needed
-        self.open = (low, high)
         chosen = _roundest(low, high)
         return chosen, [f"a memory limit of {format_bytes(chosen, 3)} ({chosen} B), from what was refused: anything from {low} B to {high - 1} B refuses the same"]
+
+    def widest(self) -> tuple[int, int]:
+        """Any limit at all."""
+        return 1, int(self.recording.reserved.max()) + int(self._nominal(self.recording.size).max()) + ROUND_LARGE
 
     def physical(self) -> int | None:
         """What the driver could give, where it refused: the least of reserved and free at a refusal."""
         free = self._device_free()
-        known = [int(self.recording.curve.reserved[at]) + f for at, f in zip(self.ooms.tolist(), free, strict=True) if f is not None]
+        known = [int(self.recording.reserved[at]) + f for at, f in zip(self.ooms.tolist(), free, strict=True) if f is not None]
         return min(known) if known else None
 
     def _device_free(self) -> list[int | None]:
@@ -286,7 +332,7 @@ class _Bounds:
         first = np.flatnonzero(new & ~np.concatenate([[False], new[:-1]]))
         if not len(first):
             return 0
-        before = np.where(first > 0, r.curve.reserved[np.maximum(first - 1, 0)], r.curve.start[2])
+        before = np.where(first > 0, r.reserved[np.maximum(first - 1, 0)], r.start_reserved)
         return int((before + self._request_after(first)).max())
 
     def _bursts(self) -> list[int]:
@@ -301,7 +347,7 @@ class _Bounds:
             return []
         new = np.isin(r.kind[rest[after]], (M.SEGMENT_ALLOC, M.SEGMENT_MAP))
         first = first[new]
-        before = np.where(first > 0, r.curve.reserved[np.maximum(first - 1, 0)], r.curve.start[2])
+        before = np.where(first > 0, r.reserved[np.maximum(first - 1, 0)], r.start_reserved)
         needed: list[int] = (before + self._request_after(first)).tolist()
         return sorted(needed, reverse=True)
 

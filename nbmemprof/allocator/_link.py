@@ -30,13 +30,14 @@ def linked(entry: Callable[..., int]) -> Callable[..., int] | None:
     except Exception:  # numba refuses some NumPy and Python versions with errors of several kinds
         return None
     copies: dict[types.FunctionType, types.FunctionType] = {}
-    _gather(entry, copies)  # type: ignore[arg-type]
+    plain_entry: Any = entry
+    _gather(plain_entry, copies)
     digest = hashlib.sha256()
     for plain in sorted(copies, key=lambda f: (f.__module__, f.__qualname__)):
         digest.update(repr((plain.__qualname__, plain.__code__.co_code, _constants(plain))).encode())
-    main = copies.pop(entry)  # type: ignore[arg-type]
+    main = copies.pop(plain_entry)
     compiled = {plain: numba.njit(**_INNER)(copy) for plain, copy in copies.items()}
-    for plain, copy in [*copies.items(), (entry, main)]:
+    for plain, copy in [*copies.items(), (plain_entry, main)]:
         for name in plain.__code__.co_names:
             called = plain.__globals__.get(name)
             if called in compiled:

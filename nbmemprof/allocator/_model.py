@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nbmemprof import _jit
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
 from nbmemprof.allocator._link import linked
 from nbmemprof.allocator.conf import Settings
@@ -132,7 +132,8 @@ class Model:
             if fast is not None:
                 code = fast(self.m, trace, operations, rows, moments)
             else:
-                code = _run.run(self.m.data, trace.data, operations.data, rows.data, moments.data)
+                views: list[Any] = [a.data for a in (self.m, trace, operations, rows, moments)]
+                code = _run.run(*views)
             if code == _run.DONE:
                 return trace
             if code == _run.MORE_ROOM:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import polars as pl
 
 from nbmemprof import heap
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
-from nbmemprof.allocator import _rules
+from nbmemprof.allocator import _blocks
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._model import Model, Words
 from nbmemprof.allocator.rounding import SMALL_BUFFER
 from nbmemprof.capture import Capture
@@ -56,7 +56,13 @@ class Recording:
         self.pool_names = ["0_0"]
         self._pack(curve.seq)
         self.at_start = self.rows["alloc_seq"].is_null().to_numpy()
-        self.starts_empty = curve.start[2] == 0
+        self.starts_empty = curve.start[2] <= 0
+        meta = capture.meta
+        told = meta.get("start_snapshot_id") is not None or bool(meta.get("recording")) or bool(meta.get("counters"))
+        # nothing was live, and the source does not tell the beginning: a lost segment_alloc looks the same as a cached segment
+        self.may_be_whole = not self.starts_empty and not told and not self.at_start.any()
+        self.reserved = curve.reserved - (curve.start[2] if self.starts_empty or self.may_be_whole else 0)
+        self.start_reserved = 0 if self.starts_empty or self.may_be_whole else curve.start[2]
         self._pools()
 
     def _pack(self, seq: Words) -> None:
@@ -142,17 +148,17 @@ class Recording:
         return bound
 
     # ------------------------------------------------------------------ the beginning
+    def first_segments(self) -> pl.DataFrame:
+        """Segments before the first event."""
+        return heap.segments_at(self.capture, int(self.curve.seq[0]) - 1).filter(heap.matches(self.key)).sort("addr")
+
     def lay_out(self, model: Model, rows: Words) -> list[str]:
         """Build the heap as it was before the first event; returns what had to be assumed."""
-        if self.starts_empty:
-            return []
         first = int(self.curve.seq[0]) - 1
-        segments = heap.segments_at(self.capture, first).filter(heap.matches(self.key)).sort("addr")
+        segments = self.first_segments()
         blocks = heap.blocks_at(self.capture, first).filter(heap.matches(self.key)).sort("addr")
-        row_of = {}
         start = np.flatnonzero(self.at_start)
-        for r, addr in zip(start.tolist(), int64(self.rows["addr"])[start].tolist(), strict=True):
-            row_of[addr] = r
+        row_of = dict(zip(int64(self.rows["addr"])[start].tolist(), start.tolist(), strict=True))
         return _Layout(model, rows, row_of, self.pool_names).build(segments, blocks)
 
 
@@ -187,17 +193,17 @@ class _Layout:
                 if expandable and size % int(m[M.LARGE]) == 0 and size > SMALL_BUFFER:
                     half = "large"
             pool = model.pools[self.pool_names.index(name)] if name in self.pool_names else model.default
-            free_list = _rules.list_of(m, int(m[pool + (M.POOL_SMALL if half == "small" else M.POOL_LARGE)]), stream)
+            free_list = _blocks.list_of(m, int(m[pool + (M.POOL_SMALL if half == "small" else M.POOL_LARGE)]), stream)
             area = self._area(m, free_list, addr, size, ends) if expandable else 0
             before = self._hole(m, free_list, area, addr, ends) if area else 0
             for block in here:
                 before = self._block(m, free_list, area, before, block)
             m[M.RESERVED] += size
-            _rules.gain(m, M.RESERVED_BYTES, int(m[free_list + M.LIST_SMALL]), size)
+            M.gain(m, M.RESERVED_BYTES, int(m[free_list + M.LIST_SMALL]), size)
             if area:
                 ends[area] = (before, addr + size)
             else:
-                _rules.gain(m, M.SEGMENT, int(m[free_list + M.LIST_SMALL]), 1)
+                M.gain(m, M.SEGMENT, int(m[free_list + M.LIST_SMALL]), 1)
                 self._split_statistics(m, free_list, before)
         for area, (before, end) in ends.items():
             self._hole(m, int(m[area + M.AREA_LIST]), area, int(m[area + M.AREA_BASE] + m[area + M.AREA_BYTES]), {area: (before, end)})
@@ -215,7 +221,7 @@ class _Layout:
             if m[area + M.AREA_LIST] == free_list and addr + size <= m[area + M.AREA_BASE] + m[area + M.AREA_BYTES]:
                 return area
         page = SMALL_BUFFER if m[free_list + M.LIST_SMALL] else int(m[M.LARGE])
-        area = _rules.new_record(m, M.IS_AREA)
+        area = M.new_record(m, M.IS_AREA)
         m[area + M.AREA_BASE], m[area + M.AREA_PAGE], m[area + M.AREA_LIST] = addr, page, free_list
         m[area + M.AREA_BYTES] = -(-max(int(m[M.VIRTUAL]), size) // page) * page
         m[M.AREAS_MADE] += 1
@@ -226,29 +232,29 @@ class _Layout:
         before, at = ends.get(area, (0, int(m[area + M.AREA_BASE])))
         if at >= until:
             return before
-        hole = _rules.new_block(m, free_list, area, at, until - at)
-        _rules.splice(m, hole, before, 0)
-        _rules.put_hole(m, hole)
+        hole = _blocks.new_block(m, free_list, area, at, until - at)
+        _blocks.splice(m, hole, before, 0)
+        _blocks.put_hole(m, hole)
         return hole
 
     def _block(self, m: Any, free_list: int, area: int, before: int, block: tuple[int, int, int, str]) -> int:
         addr, size, requested, state = block
-        b = _rules.new_block(m, free_list, area, addr, size)
-        _rules.splice(m, b, before, 0)
+        b = _blocks.new_block(m, free_list, area, addr, size)
+        _blocks.splice(m, b, before, 0)
         if state == "inactive":
-            _rules.put(m, b)
+            _blocks.put(m, b)
             return b
         small, row = int(m[free_list + M.LIST_SMALL]), self.row_of.get(addr, -1)
         m[b + M.STATE], m[b + M.REQUESTED], m[b + M.ROW] = M.LIVE, requested, row
         if row >= 0:
             self.rows[2 * row], self.rows[2 * row + 1] = b, size
         for stat, amount in ((M.ALLOCATION, 1), (M.ALLOCATED_BYTES, size), (M.ACTIVE, 1), (M.ACTIVE_BYTES, size), (M.REQUESTED_BYTES, requested)):
-            _rules.gain(m, stat, small, amount)
+            M.gain(m, stat, small, amount)
         if size >= m[M.MAX_SPLIT]:
-            _rules.gain_one(m, M.OVERSIZE_ALLOCATIONS)
+            M.gain_one(m, M.OVERSIZE_ALLOCATIONS)
         if state == "active_pending_free":
             mode, m[M.MODE] = m[M.MODE], M.MUTE
-            _rules.free(m, m, b, 1)
+            _blocks.free(m, m, b, 1)
             m[M.MODE] = mode
         return b
 
@@ -257,11 +263,11 @@ class _Layout:
         if not b:
             return
         if m[b + M.SIZE] >= m[M.MAX_SPLIT] and not m[b + M.PREV]:
-            _rules.gain_one(m, M.OVERSIZE_SEGMENTS)
+            M.gain_one(m, M.OVERSIZE_SEGMENTS)
         while b and m[last + M.PREV]:
             if m[b + M.STATE] == M.FREE:
-                _rules.gain(m, M.INACTIVE_SPLIT, small, 1)
-                _rules.gain(m, M.INACTIVE_SPLIT_BYTES, small, int(m[b + M.SIZE]))
+                M.gain(m, M.INACTIVE_SPLIT, small, 1)
+                M.gain(m, M.INACTIVE_SPLIT_BYTES, small, int(m[b + M.SIZE]))
             b = m[b + M.PREV]
 
     def _forget_totals(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._infer import Followed
 from nbmemprof.allocator._model import Model, Words
 from nbmemprof.allocator.conf import Settings

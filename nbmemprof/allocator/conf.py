@@ -93,15 +93,15 @@ class _Tokens:
         if token not in ("True", "False"):
             words = f"Expected a single True/False argument for {key}" if self.rules.old_parser else f"Expected 'True' or 'False' but got {token!r}"
             raise self.error(words)
-        return token == "True"
+        return token.startswith("T")
 
     def pass_over(self) -> str:
         """Skip a value that this model has no use for."""
-        token = self.next()
-        if token == "[":
+        value = self.next()
+        if value == "[":
             while self.next() != "]":
                 pass
-        return token
+        return value
 
 
 def parse(text: str | None, torch: str | None = None, before: Settings | None = None) -> Settings:

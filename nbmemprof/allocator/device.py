@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from nbmemprof import _optional
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._model import Model
-from nbmemprof.allocator.conf import ConfError, Settings, parse
+from nbmemprof.allocator.conf import Settings, parse
 from nbmemprof.allocator.versions import DEFAULT, rules_of
 from nbmemprof.errors import NbmemprofError, OutOfMemoryError
 from nbmemprof.units import parse_bytes
@@ -237,10 +237,12 @@ class Device:
     # ------------------------------------------------------------------ settings
     @property
     def conf(self) -> str:
+        """The configuration as text."""
         return self._model.settings.text
 
     @property
     def limit_bytes(self) -> int | None:
+        """Torch's own memory limit; None for none."""
         return self._model.limit_bytes
 
     def set_conf(self, conf: str) -> None:

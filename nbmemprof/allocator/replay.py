@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from nbmemprof import schema
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._assemble import tables_of
 from nbmemprof.allocator._infer import Followed, as_recorded
 from nbmemprof.allocator._model import Model

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from nbmemprof.allocator import _memory as M  # noqa: N812 - the layout, read as M.SIZE
+from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._infer import Followed, as_recorded
 from nbmemprof.allocator._serve import Requests, serve
 from nbmemprof.allocator.conf import Settings, parse
