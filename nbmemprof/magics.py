@@ -22,7 +22,7 @@ from IPython.core.error import InputRejected
 from IPython.core.inputtransformer2 import classic_prompt, ipython_prompt, leading_empty_lines, leading_indent
 from IPython.utils.text import DollarFormatter
 
-from nbmemprof import errors, flags, holding
+from nbmemprof import errors, flags, holding, sources
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.recording import Recording, record
@@ -112,6 +112,7 @@ class Magics:
         for cell in self._cells:
             self._drop(cell)
         self._cells.clear()
+        sources.leave()
 
     # ------------------------------------------------------------------ the cell's life
     def transform(self, lines: list[str]) -> list[str]:

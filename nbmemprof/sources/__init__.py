@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 
-__all__ = ["Source", "available", "find", "names", "recorders"]
+__all__ = ["Source", "available", "find", "leave", "names", "recorders"]
 
 
 @runtime_checkable
@@ -38,6 +39,15 @@ def recorders() -> dict[str, ModuleType]:
     from nbmemprof import flags
 
     return {name: module for name, module in flags.modules("sources").items() if hasattr(module, "source")}
+
+
+def leave() -> None:
+    """Let every source that was used take away what it keeps in place between recordings."""
+    for name in list(sys.modules):
+        if name.startswith(f"{__name__}."):
+            away = getattr(sys.modules[name], "leave", None)
+            if callable(away):
+                away()
 
 
 def names() -> list[str]:

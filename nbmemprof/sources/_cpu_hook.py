@@ -53,7 +53,11 @@ def unsupported() -> str | None:
 
 
 class Hook:
-    """The observers of this process. Once in place the allocation hook stays (some 50 ns an allocation); operators are observed between ``on`` and ``off``."""
+    """The observers of this process.
+
+    The allocation hook stays from the first recording on (some 50 ns an allocation), so that what is made between two
+    recordings is known in the second, until ``unhook``; operators are observed between ``on`` and ``off``.
+    """
 
     def __init__(self, torch: Any, tell: Callable[[bytes, int, int], None], composite: Iterable[str]) -> None:
         if (reason := unsupported()) is not None:
@@ -90,8 +94,9 @@ class Hook:
         self._remove.argtypes, self._remove.restype = [ctypes.c_uint64], None
         for keep in (self, self._engine):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep))  # tensors are freed after Python has ended: the code must still be there
-        for name, ours in (("posix_memalign", functions["memalign"]), ("free", functions["release"])):
-            ctypes.c_uint64.from_address(self._imports[name][0]).value = ours
+        self._ours = {"posix_memalign": functions["memalign"], "free": functions["release"]}
+        self.hooked = False
+        self.hook()
         atexit.register(self.unhook)
 
     def _pass(self, name: str) -> None:
@@ -103,11 +108,20 @@ class Hook:
             at = (at + 1) % _NAMES
         self._names[at] = number
 
+    def hook(self) -> None:
+        """Point the imports of ``libc10.so`` to our functions."""
+        for name, (place, _) in self._imports.items():
+            ctypes.c_uint64.from_address(place).value = self._ours[name]
+        self.hooked = True
+
     def unhook(self) -> None:
-        """Give ``libc10.so`` its own imports back."""
+        """Give ``libc10.so`` its own imports back, unless somebody has replaced ours since."""
         self.off()
-        for place, real in self._imports.values():
-            ctypes.c_uint64.from_address(place).value = real
+        for name, (place, real) in self._imports.items():
+            entry = ctypes.c_uint64.from_address(place)
+            if self.hooked and entry.value == self._ours[name]:
+                entry.value = real
+        self.hooked = False
 
     def on(self) -> None:
         """Observe operators."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +32,21 @@ PHASES = (None, "forward", "backward", "recompute", "optimizer")
 FORWARD, BACKWARD, RECOMPUTE, STEP = 1, 2, 3, 4
 
 
+TRIED = {(2, 11), (2, 13)}  # the test-suite ran with these
+_REHEARSAL = "NBMEMPROF_REHEARSAL"
+_TRIAL = """
+import torch
+import nbmemprof
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+with nbmemprof.record(source="torch_cpu") as rec:
+    for _ in range(3):
+        model(torch.randn(32, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert rec.capture.events.height > 50, rec.capture
+"""
+
 Rows = npt.NDArray[Any]
 
 
@@ -52,6 +68,22 @@ def match(rows: Rows) -> npt.NDArray[np.int64]:
     pair = np.flatnonzero((addr[:-1] == addr[1:]) & made[:-1] & ~made[1:])
     partner[order[pair]], partner[order[pair + 1]] = order[pair + 1], order[pair]
     return partner
+
+
+def _rehearse(version: str) -> None:
+    """See in a child process that a PyTorch which was not tried yet bears the observers: a crash there costs nothing here."""
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) in TRIED or os.environ.get(_REHEARSAL):
+        return
+    try:
+        done = subprocess.run([sys.executable, "-c", _TRIAL], env=os.environ | {_REHEARSAL: "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, timeout=120, check=False)  # noqa: S603 - our own text
+        failed = f"exit code {done.returncode}" if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failed = type(error).__name__
+    if failed:
+        raise NotRecording(
+            f"A trial recording of CPU tensors with PyTorch {version} failed in a process of its own ({failed}), so none is made here. "
+            f"Use PyTorch {' or '.join(f'{a}.{b}' for a, b in sorted(TRIED))}, or record on a GPU."
+        )
 
 
 class Tracker:
@@ -84,6 +116,8 @@ class Tracker:
         with self._lock:
             if self._users == 0:
                 hook = self._hook or self._prepare(torch)
+                if not hook.hooked:
+                    hook.hook()
                 self._recall(hook)
                 self._bound = self._limit = ring_bytes // 3  # thinning needs as much again, and a little
                 self._chunks, self._captures, self._bytes, self.dropped, self.lost, self.faults = [], [], 0, 0, 0, {}
@@ -114,6 +148,14 @@ class Tracker:
             self._chunks, self._captures, self._bytes = [], [], 0
             self._log.clear()
 
+    def leave(self) -> None:
+        """Take the allocation hook away too, where nobody records; the next recording begins with nothing known."""
+        with self._lock:
+            if self._hook is not None and not self._users:
+                self._hook.unhook()
+                self.known = {}
+                self._seen = self._hook.count
+
     def _recall(self, hook: Hook) -> None:
         """Take in what happened since the last recording: which of the known have died, what was born unrecorded."""
         count = hook.count
@@ -131,6 +173,7 @@ class Tracker:
 
     def _prepare(self, torch: Any) -> Hook:
         """Put the observers in place, see that they work, and measure what an operator pays for them."""
+        _rehearse(torch.__version__)
         overloads: dict[str, bool] = {}
         for full in torch._C._dispatch_get_all_op_names():
             name, _, overload = full.partition(".")

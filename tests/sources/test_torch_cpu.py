@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from nbmemprof import heap, schema
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
-from nbmemprof.sources import Source, _cpu_hook, torch_cpu
+from nbmemprof.sources import Source, _cpu_hook, _cpu_trace, torch_cpu
+from nbmemprof.sources._cpu_trace import tracker
 
 pytestmark = pytest.mark.skipif(_cpu_hook.unsupported() is not None, reason="Linux on x86-64 or arm64 only")
 
@@ -486,6 +487,33 @@ def test_what_an_earlier_recording_saw_made_is_known_with_its_stack() -> None:
     del between
     kept.clear()
     assert not {1284, 492} & set(recorded(lambda: None).allocations["requested_bytes"].to_list())
+
+
+def test_leaving_gives_the_allocator_back_and_the_next_recording_takes_it_again() -> None:
+    recorded(lambda: None)
+    hook = tracker._hook
+    torch_cpu.leave()
+    before = hook.count
+    torch.empty(100)
+    assert hook.count == before
+    assert signed(recorded(lambda: torch.empty(77))) == [308, -308]
+
+
+def test_leaving_waits_for_who_records() -> None:
+    source = torch_cpu.source()
+    source.start()
+    torch_cpu.leave()
+    torch.empty(55)
+    assert 220 in source.stop().events["requested_bytes"].to_list()
+
+
+@pytest.mark.cost(5)
+def test_a_pytorch_that_was_not_tried_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cpu_trace, "TRIED", {(2, 11)})
+    _cpu_trace._rehearse(torch.__version__)
+    monkeypatch.setattr(_cpu_trace, "_TRIAL", "import os; os.abort()")
+    with pytest.raises(NotRecording, match=r"exit code -6.*PyTorch 2\.11"):
+        _cpu_trace._rehearse(torch.__version__)
 
 
 @pytest.mark.cost(3)
