@@ -50,6 +50,11 @@ def source() -> TorchCpu:
     return TorchCpu()
 
 
+def leave() -> None:
+    """Take away what stays between recordings (the allocation hook)."""
+    tr.tracker.leave()
+
+
 class TorchCpu:
     """Records CPU storages; several at a time share one follower."""
 
