@@ -28,13 +28,15 @@ _NAMES = {
     "lifetimes": "analyses.lifetimes",
     "fragmentation": "analyses.fragmentation",
     "oom": "analyses.oom",
+    "replay": "allocator.replay",
+    "what_if": "allocator.what_if",
     "holders": "holding",
     "temporary": "patterns",
     "LeakTracker": "patterns",
     "assert_no_growth": "patterns",
     "BufferPool": "patterns",
 }
-_MODULES: tuple[str, ...] = ()
+_MODULES: tuple[str, ...] = ("allocator",)
 
 __all__ = ["__version__", *sorted(_NAMES), *_MODULES]
 
@@ -69,6 +71,9 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 if TYPE_CHECKING:  # "as": a type checker counts these as public names
+    from nbmemprof import allocator as allocator
+    from nbmemprof.allocator.replay import replay as replay
+    from nbmemprof.allocator.what_if import what_if as what_if
     from nbmemprof.analyses.breakdown import breakdown as breakdown
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
     from nbmemprof.analyses.leaks import leaks as leaks
