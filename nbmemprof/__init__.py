@@ -30,6 +30,9 @@ _NAMES = {
     "oom": "analyses.oom",
     "replay": "allocator.replay",
     "what_if": "allocator.what_if",
+    "diff": "analyses.diff",
+    "watch": "watching",
+    "open_run": "runs",
     "holders": "holding",
     "temporary": "patterns",
     "LeakTracker": "patterns",
@@ -75,6 +78,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.allocator.replay import replay as replay
     from nbmemprof.allocator.what_if import what_if as what_if
     from nbmemprof.analyses.breakdown import breakdown as breakdown
+    from nbmemprof.analyses.diff import diff as diff
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
     from nbmemprof.analyses.leaks import leaks as leaks
     from nbmemprof.analyses.lifetimes import lifetimes as lifetimes
@@ -95,3 +99,5 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
+    from nbmemprof.runs import open_run as open_run
+    from nbmemprof.watching import watch as watch

@@ -17,13 +17,15 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "pynvml")
 
 # room -> the rooms that its modules may import from, at the top or inside a function
-GROUND = {"errors", "units", "_optional", "_jit", "_torch_import", "schema", "capture", "heap"}
+GROUND = {"errors", "units", "_optional", "_jit", "_torch_import", "schema", "capture", "heap", "attribution", "tags"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
     "_optional": {"errors"},
     "schema": {"errors"},
     "capture": {"errors", "units", "schema"},
+    "attribution": {"schema"},
+    "tags": {"errors", "_optional", "schema"},
     "_jit": {"errors", "_optional"},
     "_torch_import": {"errors", "_optional"},
     "heap": GROUND | {"allocator"},
@@ -36,6 +38,8 @@ ALLOWED = {
     "recording": GROUND | {"sources", "flags"},
     "holding": GROUND | {"holding", "sources", "analyses"},
     "patterns": GROUND | {"recording", "analyses"},
+    "watching": GROUND | {"watching", "recording", "analyses"},
+    "runs": GROUND | {"watching", "analyses"},
     "verbs": GROUND | {"verbs", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
     "magics": GROUND | {"holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
 }
