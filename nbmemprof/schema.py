@@ -164,6 +164,24 @@ TABLES: dict[str, dict[str, Column]] = {
         "step": Column(pl.Int64, "training step at the allocation", null="not seen"),
         "op": Column(_WORD, "operator that asked", null="not seen"),
     },
+    "contexts": {
+        "seq": Column(pl.Int64, "the event"),
+        "span": Column(pl.Int64, "the piece of the program that it fell into: one forward, backward or step of an optimizer, or what lies between two of them"),
+        "phase": Column(_WORD, "forward, backward, recompute, optimizer", null="none of them"),
+        "layer": Column(_WORD, "module path", null="outside modules, or not seen"),
+        "name": Column(_WORD, "the phase that the user named", null="none"),
+        "step": Column(pl.Int64, "training step, from 0", null="no optimizer was seen"),
+        "evidence": Column(pl.Enum(EVIDENCE), "how the source knows"),
+    },
+    "owners": _HEAP
+    | {
+        "addr": _ADDR,
+        "seq": Column(pl.Int64, "it was found just before this event"),
+        "category": Column(pl.Enum(CATEGORIES), "what the storage there was for"),
+        "evidence": Column(pl.Enum(EVIDENCE), "how that is known"),
+        "layer": Column(_WORD, "module path of the owner", null="it has none"),
+        "name": Column(pl.String, "who held it", null="not named"),
+    },
     "samples": _HEAP
     | {
         "time_us": _TIME,

@@ -156,6 +156,9 @@ class FakeCuda:
     def process_bytes(self, uuid: str | None) -> int | None:
         return self.heap.reserved + 1000
 
+    def observer(self, *, notes: bool) -> Any:
+        return None
+
     def busy_fraction(self, uuid: str | None, since_us: float) -> float | None:
         return self.busy
 

@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 
 from nbmemprof import schema
+from nbmemprof.attribution import attribute
 from nbmemprof.capture import Capture
 from nbmemprof.heap import _follow
 from nbmemprof.heap._columns import Array, action_codes, groups, last_picture, matches, part, place_of, rows_of
@@ -58,7 +59,7 @@ def build(tables: Mapping[str, pl.DataFrame], **meta: Any) -> Capture:
         parts.append(group.allocations(sizes))
         warnings += group.warnings
     made = pl.concat(parts) if parts else schema.empty("allocations")
-    complete = dict(tables) | {"events": _sized(events, codes, sizes), "allocations": _attributed(made, tables.get("hints"))}
+    complete = dict(tables) | {"events": _sized(events, codes, sizes), "allocations": attribute(made, tables.get("hints"), tables.get("contexts"), tables.get("owners"))}
     return Capture.build(complete, warnings=warnings, **meta)
 
 
@@ -73,13 +74,3 @@ def _sized(events: pl.DataFrame, codes: Array, sizes: Array) -> pl.DataFrame:
     known = pl.Series("size_bytes", sizes)
     size = pl.when(segment).then(pl.coalesce("requested_bytes", "size_bytes")).when(known >= 0).then(known).otherwise(pl.col("size_bytes"))
     return events.with_columns(size.alias("size_bytes"), pl.when(~segment).then(pl.col("requested_bytes")))
-
-
-def _attributed(made: pl.DataFrame, hints: pl.DataFrame | None) -> pl.DataFrame:
-    """Write what the source saw at each allocation; with the evidence gone the category is ``unknown``."""
-    if hints is None or hints.is_empty():
-        return made
-    words = ["category", "evidence", "layer", "phase", "step", "op"]
-    seen = hints.filter(pl.col("alloc_seq").is_not_null()).unique("alloc_seq", keep="last")
-    joined = made.drop(words).join(seen, on="alloc_seq", how="left", maintain_order="left")
-    return joined.with_columns(pl.col("category").fill_null("unknown"), pl.col("evidence").fill_null("none")).select(*schema.TABLES["allocations"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.sources import _nvml
+from nbmemprof.sources._observer import Observer
 
 __all__ = ["Cuda", "unavailable"]
 
@@ -115,6 +116,11 @@ class Cuda:
             "capacity_bytes": total,
             "limit_bytes": int(fraction * total) if fraction < 1 else None,
         }
+
+    def observer(self, *, notes: bool) -> Observer:
+        """What watches the program for phases, modules and owners; ``notes``: it may attach notes to allocations."""
+        note = getattr(self._torch._C, "_cuda_setMemoryMetadata", None) if notes else None
+        return Observer(self._torch, "cuda", note)
 
     def process_bytes(self, uuid: str | None) -> int | None:
         """Bytes that this process holds on a device, as the driver counts them."""

@@ -109,7 +109,7 @@ def _from_cell(content: tuple[tuple[str, str, int], ...], cells: dict[str, str])
 
 
 def events_frame(trace: Sequence[dict[str, Any]], device: int, stacks: Stacks, skip: int = 0) -> pl.DataFrame:
-    """Entries of one device's trace: ``action addr size stream clock_us stack_id device free counted``.
+    """Entries of one device's trace: ``action addr size stream clock_us stack_id device free counted note``.
 
     The marks that snapshots leave are left out, for most of them are ours. ``skip`` leaves out as many
     entries at the front, marks not counted.
@@ -131,6 +131,7 @@ def events_frame(trace: Sequence[dict[str, Any]], device: int, stacks: Stacks, s
             "device": pl.Series([device], dtype=pl.Int64).new_from_index(0, len(rows)),
             "free": pl.Series([e.get("device_free") for e in rows], dtype=pl.Int64),
             "counted": action.is_in(list(COUNTED)),
+            "note": pl.Series([e.get("user_metadata") or None for e in rows], dtype=pl.String).cast(pl.Categorical),
         }
     )
 

@@ -153,8 +153,31 @@ class Layers:
             return known[1]
         root = outer.f_locals["self"]
         self._roots[id(root)] = weakref.ref(root)
-        name = type(root).__name__
-        paths = {id(child): f"{name}.{path}" if path else name for path, child in root.named_modules()}
+        return self._learn(module, root)
+
+    def place(self, module: Any, root: Any) -> int:
+        """Number of a module's path below a root."""
+        known = self._known.get(id(module))
+        return known[1] if known is not None and known[0]() is module else self._learn(module, root)
+
+    def name(self, module: Any) -> str | None:
+        """Path of a module that is known."""
+        known = self._known.get(id(module))
+        return self.names[known[1]] if known is not None and known[0]() is module else None
+
+    def learn_all(self, root: Any) -> dict[int, str]:
+        """Paths of a root and of all below it, by the modules' ids; those that are known already keep theirs."""
+        name = _title(root)
+        paths = {}
+        for path, child in root.named_modules():
+            known = self.name(child)
+            paths[id(child)] = known = known or (f"{name}.{path}" if path else name).replace("._orig_mod", "")
+            self._known[id(child)] = (weakref.ref(child), self._number(known))
+        return paths
+
+    def _learn(self, module: Any, root: Any) -> int:
+        name = _title(root)
+        paths = {id(child): (f"{name}.{path}" if path else name).replace("._orig_mod", "") for path, child in root.named_modules()}
         paths.setdefault(id(module), type(module).__name__)
         self._known[id(module)] = (weakref.ref(module), self._number(paths[id(module)]))
         if len(self._known) > 100_000:
@@ -166,3 +189,9 @@ class Layers:
             self._numbers[name] = len(self.names)
             self.names.append(name)
         return self._numbers[name]
+
+
+def _title(root: Any) -> str:
+    """Class of a root; of the module inside where the compiler wraps it."""
+    inner = root.__dict__.get("_modules", {}).get("_orig_mod")
+    return type(inner if inner is not None else root).__name__

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import polars as pl
@@ -21,7 +23,9 @@ from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.flags import Flag
 from nbmemprof.sources import _cpu_trace as tr
+from nbmemprof.sources import _placing
 from nbmemprof.sources._cpu_hook import SERIAL, unsupported
+from nbmemprof.sources._observer import Observer
 from nbmemprof.sources._stacks import MODULE
 from nbmemprof.units import format_count
 
@@ -64,6 +68,8 @@ class TorchCpu:
         self._begin: tr.Mark | None = None
         self._options: dict[str, Any] = {}
         self._made: Capture | None = None
+        self._observer: Observer | None = None
+        self._records: WeakKeyDictionary[tr.Mark, int] = WeakKeyDictionary()
 
     def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
         """Begin. ``stacks="none"`` gives no stack, layer or optimizer phase; "all" is as "python" here."""
@@ -71,15 +77,35 @@ class TorchCpu:
             raise NotRecording("This torch_cpu source was started before. Make a new one with source().")
         self._options = {"stacks": stacks, "cell": cell}
         self._begin = tr.tracker.acquire(stacks, ring_bytes)
+        self._observe()
 
     def mark(self) -> tr.Mark:
         """The position now."""
-        return tr.tracker.mark()
+        mark = tr.tracker.mark()
+        if self._observer is not None:
+            self._records[mark] = self._observer.look()
+        return mark
+
+    def _observe(self) -> None:
+        """Watch steps, modules and owners too."""
+        seen = Observer(_optional.require("torch", feature="Recording CPU tensors"), "cpu", clock_ns=time.perf_counter_ns)
+        try:
+            seen.open()
+            self._observer = seen
+        except Exception as error:  # the recording goes on without it
+            seen.close()
+            text = f"watching modules: {type(error).__name__}: {error}"[:200]
+            tr.tracker.faults[text] = tr.tracker.faults.get(text, 0) + 1
 
     def cut(self, since: tr.Mark) -> Capture:
         """What happened from ``since`` until now."""
         end = tr.tracker.mark()
+        log = None
+        if self._observer is not None:
+            self._observer.look(everywhere=end.position > since.position)
+            log = _placing.Log.of(self._observer)
         window = _Window(tr.tracker.rows(), tr.tracker.captures(), since, end)
+        window.log, window.record = log, self._records.get(since, 0)
         return window.capture(self._options)
 
     def stop(self) -> Capture:
@@ -90,12 +116,17 @@ class TorchCpu:
             try:
                 self._made = self.cut(self._begin)
             finally:
+                if self._observer is not None:
+                    self._observer.close()
                 tr.tracker.release()
         return self._made
 
 
 class _Window:
     """Events of the allocator made into tables."""
+
+    log: _placing.Log | None = None
+    record = 0  # of the observer, at the beginning
 
     def __init__(self, rows: tr.Rows, captures: tr.Rows, since: tr.Mark, end: tr.Mark) -> None:
         rows = rows[: np.searchsorted(rows["index"], end.position)]
@@ -143,6 +174,7 @@ class _Window:
             "events": events, "blocks": _blocks(alive), "stacks": tr.tracker.stacks.table(int(n) for n in numbers if n),
             "hints": self._hints(seq, used), "marks": self._failures(seq),
         }  # fmt: skip
+        tables |= self._seen(seq)
         capture = heap.build(tables, **self._meta(options))
         if alive:
             capture.tables["allocations"] = _attribute_start(capture.tables["allocations"], used)
@@ -201,6 +233,14 @@ class _Window:
             "layer": _words(place["layer"], tr.tracker.layers.names), "phase": _words(place["phase"], tr.PHASES), "op": _words(place["op"], [None, *ops[1:]]),
         }  # fmt: skip
         return schema.fill("hints", columns, len(mine))
+
+    def _seen(self, seq: np.ndarray[Any, Any]) -> dict[str, pl.DataFrame]:
+        """What the observer saw: where each event happened, and whose storages are where."""
+        if self.log is None:
+            return {}
+        clock = self.rows["time"][self.shown] / 1e3
+        placed = _placing.place(self.log, pl.Series(seq), None, clock, notes=False)
+        return {"contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, "host", self.record)}
 
     def _failures(self, seq: np.ndarray[Any, Any]) -> pl.DataFrame:
         mine = np.flatnonzero(self.failed[self.shown])

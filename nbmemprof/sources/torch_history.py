@@ -19,6 +19,7 @@ from nbmemprof import heap, schema
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.flags import Flag
+from nbmemprof.sources import _placing
 from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
 from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
@@ -76,6 +77,7 @@ class Mark:
     readings: dict[int, Reading] = field(default_factory=dict)
     known: dict[int, bool] = field(default_factory=dict)  # whether a counter's peak can be told apart from here
     seconds: float = 0.0
+    record: int = 0  # of the observer
 
 
 class TorchHistory:
@@ -95,6 +97,7 @@ class TorchHistory:
         self._stack_us: float | None = None
         self._notes: list[str] = []
         self._inside = threading.local()
+        self._observer: Any = None
 
     # ------------------------------------------------------------------ the protocol
     def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
@@ -116,6 +119,8 @@ class TorchHistory:
             mark.positions = self._ring.read()
             mark.readings = {d: t.now for d, t in self._ring.tracks.items()}
             mark.seconds = self._ring.seconds
+        if self._observer is not None:
+            mark.record = self._observer.look()
         return mark
 
     def cut(self, since: Mark) -> Capture:
@@ -180,8 +185,23 @@ class TorchHistory:
                 "_cuda_record_memory_history": self._after_user,
             },
         )
+        self._observe()
         self._thread = threading.Thread(target=self._poll, name="nbmemprof-poll", daemon=True)
         self._thread.start()
+
+    def _observe(self) -> None:
+        """Watch phases, modules and owners too; notes are for a history of our own only."""
+        if self._mode == "counters":
+            return
+        try:
+            self._observer = self._cuda.observer(notes=self._mode == "own")
+            if self._observer is not None:
+                self._observer.open()
+        except Exception as error:  # the recording goes on without it
+            self._notes.append(f"unknown: what the memory is for could not be watched ({type(error).__name__}: {error})")
+            if self._observer is not None:
+                self._observer.close()
+            self._observer = None
 
     def _rearm(self, *, clear: bool = True) -> None:
         self._inside.now = True
@@ -192,6 +212,8 @@ class TorchHistory:
 
     def _end(self) -> None:
         self._stop.set()
+        if self._observer is not None:
+            self._observer.close()
         if self._thread is not None:
             self._thread.join()
         self._cuda.forget(self._begin_late)
@@ -240,6 +262,8 @@ class TorchHistory:
                 ring.begin_anew(fresh=True)
             else:
                 self._mode, ring.own = "borrowed", False
+                if self._observer is not None:
+                    self._observer.stop_notes()
                 ring.begin_anew(fresh=False)
                 self._notes.append(_borrowed("the cell switched torch's allocator history on itself"))
 
@@ -255,9 +279,18 @@ class TorchHistory:
                 since.readings.setdefault(device, track.start)
             if self._mode == "counters":
                 return self._of_counters(ring, since, end_us)
+            log = self._look(since, ring)
             window = ring.take(clear=True)
             ring.settle()
-            return _Assembly(self, ring, since, end_us, window).capture()
+            return _Assembly(self, ring, since, end_us, window, log).capture()
+
+    def _look(self, since: Mark, ring: Ring) -> _placing.Log | None:
+        """Note owners once more and take the log; others than the known are searched for where anything happened."""
+        if self._observer is None:
+            return None
+        now = ring.read()
+        self._observer.look(everywhere=any(position > since.positions[device] for device, position in now.items()))
+        return _placing.Log.of(self._observer)
 
     def _of_counters(self, ring: Ring, since: Mark, end_us: float) -> Capture:
         ring.read()
@@ -281,8 +314,8 @@ class TorchHistory:
 class _Assembly:
     """One capture out of the windows that the ring holds."""
 
-    def __init__(self, owner: TorchHistory, ring: Ring, since: Mark, end_us: float, last: Window) -> None:
-        self.owner, self.ring, self.since, self.end_us, self.last = owner, ring, since, end_us, last
+    def __init__(self, owner: TorchHistory, ring: Ring, since: Mark, end_us: float, last: Window, log: _placing.Log | None = None) -> None:
+        self.owner, self.ring, self.since, self.end_us, self.last, self.log = owner, ring, since, end_us, last, log
         self.warnings = [*owner._notes, *dict.fromkeys(ring.trouble)]
 
     def capture(self) -> Capture:
@@ -294,6 +327,7 @@ class _Assembly:
         table = event_table(events, since.clock_us, self.owner._cell)
         tables = {"events": table, "segments": self.last.segments, "blocks": self.last.blocks}
         tables["marks"] = self._marks(events)
+        tables |= self._seen(events)
         written = sum(t.taken - since.positions[d] for d, t in ring.tracks.items())
         meta = _facts(self.owner._cuda, {d: t.now for d, t in ring.tracks.items()}, self.last.settings)
         meta |= {"counters": _counters(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}}
@@ -328,7 +362,17 @@ class _Assembly:
                 seen = events.filter((pl.col("device") == device) & (pl.col("index") <= position))
                 columns = {"device": device, "time_us": clock - start, "end_us": end - start if end is not None else None, "kind": "empty_cache", "name": "torch.cuda.empty_cache()"}
                 parts.append(schema.fill("marks", columns | {"seq": seen["seq"].max() if seen.height else None}, 1))
+        if self.log is not None:
+            parts.append(_placing.marks(self.log, start, self.end_us))
         return pl.concat(parts)
+
+    def _seen(self, events: pl.DataFrame) -> dict[str, pl.DataFrame]:
+        """Tables of what the observer saw."""
+        if self.log is None:
+            return {}
+        told = events.filter(pl.col("action").cast(pl.String).is_in(["alloc", "free_requested"]))
+        placed = _placing.place(self.log, told["seq"], told["note"], told["clock_us"].to_numpy(), notes=self.owner._observer.noted)
+        return {"contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, since=self.since.record)}
 
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:

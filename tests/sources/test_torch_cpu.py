@@ -336,9 +336,9 @@ def test_categories_of_a_training_step() -> None:
 
 
 def test_a_module_made_in_the_window_is_weights_by_its_stack() -> None:
-    """Nobody has called it yet; torch.nn's constructor made the storage."""
+    """Nobody has called it and it is gone, its parameters are kept; torch.nn's constructor made the storage."""
     kept: list[Any] = []
-    rows = recorded(lambda: kept.append(torch.nn.Linear(50, 20))).allocations.filter(pl.col("free_seq").is_null())
+    rows = recorded(lambda: kept.extend(torch.nn.Linear(50, 20).parameters())).allocations.filter(pl.col("free_seq").is_null())
     assert [tuple(row) for row in rows.select(pl.col("category").cast(pl.String), pl.col("evidence").cast(pl.String), "requested_bytes").sort("requested_bytes").iter_rows()] == [
         ("weights", "stack", 80), ("weights", "stack", 4000),
     ]  # fmt: skip

@@ -1,0 +1,527 @@
+"""Watch a training or serving loop from outside: which phase, which module, which step, and whose storages are where.
+
+Global hooks of ``torch.nn`` and ``torch.optim`` and two functions of ``torch._C`` are used, all taken away by
+``close``. Nothing of a module, tensor or graph is touched, and what PyTorch computes or saves stays the same. Where torch
+lets a thread attach a note to its allocations (2.10 and later), each allocator event carries where it happened;
+otherwise clocks tell. Backward's threads carry no note and need none: what has none, between two that have one, is theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from nbmemprof import tags
+from nbmemprof.sources import _owners
+from nbmemprof.sources._stacks import Layers
+
+__all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "Observer"]
+
+PHASES = (None, "forward", "backward", "recompute", "optimizer")
+NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
+_MOST = 1 << 21  # records that are kept; older ones are let go
+_known_roots: dict[int, weakref.ref[Any]] = {}  # modules and optimizers seen in earlier recordings
+_known_optimizers: dict[int, weakref.ref[Any]] = {}
+
+
+class _Thread(threading.local):
+    """Where one thread is."""
+
+    ready = False
+    notes = False  # whether its events carry a note outside modules too
+    record = 0  # the newest record that it made
+    phase = NONE
+    group = 0
+    depth = 0  # backward calls under way
+    before: list[tuple[int, int]]  # phase and group around it
+    stack: list[tuple[int, int]]  # modules being called: id, layer
+    layer = 0
+
+
+class Observer:
+    """From ``open`` to ``close``: a log of spans and owners; see :mod:`nbmemprof.sources._placing` for what is made of it."""
+
+    def __init__(self, torch: Any, device_type: str = "cuda", note: Callable[[str], None] | None = None, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self.torch, self.device_type, self.clock_ns = torch, device_type, clock_ns
+        self.note = note
+        self.noted = note is not None  # the events carry notes
+        self.first = 0  # number of the oldest record kept
+        self.times, self.phases, self.groups, self.backs, self.layer_of, self.name_of, self.grads = array("q"), array("b"), array("q"), array("q"), array("i"), array("i"), array("b")
+        self.names: list[str | None] = [None]
+        self.layers = Layers()
+        self.steps: list[tuple[int, int]] = []  # record after an optimizer's step, the optimizer
+        self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
+        self.calls = 0
+        self.spent_ns = 0
+        self.faults: dict[str, int] = {}
+        self._name = 0
+        self._group = 0
+        self._backward = -1  # group of the backward under way
+        self._seen: dict[tuple[int | None, int], tuple[str, str | None]] = {}
+        self._roots: dict[int, weakref.ref[Any]] = {}
+        self._parameters: list[tuple[weakref.ref[Any], str]] = []
+        self._layer_of_parameter: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._optimizers: dict[int, weakref.ref[Any]] = {}
+        self._states: dict[int, int] = {}
+        self._fresh_grads = False
+        self._here = _Thread()
+        self._lock = threading.RLock()
+        self._handles: list[Any] = []
+        self._module_handles: list[Any] = []
+        self._put_back: list[tuple[Any, str, Any, Any]] = []
+        self._compile_callbacks: tuple[Any, Any] | None = None
+        self._open = False
+
+    # ------------------------------------------------------------------ begin and end
+    def open(self) -> None:
+        """Put the hooks in place."""
+        here = self._meet()
+        here.notes = self.note is not None
+        self._open = True
+        here.record = self._push(here)
+        self._tell(here)
+        self._hook_modules()
+        optim: Any = sys.modules["torch.optim.optimizer"]
+        self._handles += [optim.register_optimizer_step_pre_hook(self._before_step), optim.register_optimizer_step_post_hook(self._after_step)]
+        core = self.torch._C
+        self._patch(core, "_stash_obj_in_tls", self._stashing)
+        self._patch(core, "_remove_obj_from_tls", self._removing)
+        if self.note is not None:
+            self._patch(core, "_cuda_setMemoryMetadata", self._users_note)
+        self._patch(sys.modules["torch.nn.modules.module"], "_has_any_global_hook", lambda _: self._others_hook)
+        tags.listeners.append(self)
+        for ref in list(_known_roots.values()):
+            if (root := ref()) is not None:
+                self._roots[id(root)] = ref
+        for ref in list(_known_optimizers.values()):
+            if (optimizer := ref()) is not None:
+                self._optimizers[id(optimizer)] = ref
+        self.look()
+
+    def close(self) -> None:
+        """Take everything away; the thread's note is empty again."""
+        if not self._open:
+            return
+        self._open = False
+        if self in tags.listeners:
+            tags.listeners.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unhook_modules()
+        for owner, name, original, made in reversed(self._put_back):
+            if getattr(owner, name, None) is made:
+                setattr(owner, name, original)
+        self._put_back.clear()
+        self._forget_compiler()
+        self.stop_notes()
+
+    def stop_notes(self) -> None:
+        """Attach no more notes: the user attaches his own, or the history is his. From here on clocks tell."""
+        note, self.note = self.note, None
+        if note is not None:
+            note("")
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is not None:
+            made = make(original)
+            setattr(owner, name, made)
+            self._put_back.append((owner, name, original, made))
+
+    def _hook_modules(self) -> None:
+        modules: Any = sys.modules["torch.nn.modules.module"]
+        self._module_handles = [
+            modules.register_module_forward_pre_hook(self._enter),
+            modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+
+    def _unhook_modules(self) -> None:
+        for handle in self._module_handles:
+            handle.remove()
+        self._module_handles = []
+
+    def _others_hook(self) -> bool:
+        """Whether somebody else has global hooks on modules: torch.compile warns of those, and ours leave it alone."""
+        modules: Any = sys.modules["torch.nn.modules.module"]
+        ours = {handle.id for handle in self._module_handles}
+        names = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks")
+        return any(set(getattr(modules, name, ())) - ours for name in names)
+
+    # ------------------------------------------------------------------ torch.compile
+    def _meet_compiler(self) -> None:
+        """While the compiler looks at a module our hooks are out of its sight: what it makes must not depend on them."""
+        module = sys.modules.get("torch._dynamo.callback")
+        handler = getattr(module, "callback_handler", None)
+        if handler is None or self._compile_callbacks is not None:
+            return
+        begin, end = (lambda *_: self._unhook_modules()), (lambda *_: self._hook_modules() if self._open and not self._module_handles else None)
+        try:
+            handler.register_start_callback(begin)
+            handler.register_end_callback(end)
+            self._compile_callbacks = (begin, end)
+        except AttributeError:  # an older torch
+            return
+
+    def _forget_compiler(self) -> None:
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and self._compile_callbacks is not None:
+            for name, callback in zip(("start_callbacks", "end_callbacks"), self._compile_callbacks, strict=True):
+                callbacks = getattr(handler, name, None)
+                if callbacks is not None and callback in callbacks:
+                    callbacks.remove(callback)
+        self._compile_callbacks = None
+
+    # ------------------------------------------------------------------ records
+    def _meet(self) -> _Thread:
+        here = self._here
+        if not here.ready:
+            here.ready, here.before, here.stack = True, [], []
+            if self.torch._C._current_graph_task_id() != -1:
+                here.phase, here.group = BACKWARD, self._backward
+        return here
+
+    def _push(self, here: _Thread) -> int:
+        """A new record of where a thread is; its number."""
+        with self._lock:
+            self.times.append(self.clock_ns())
+            self.phases.append(here.phase)
+            self.groups.append(here.group)
+            self.backs.append(self._backward)
+            self.layer_of.append(here.layer)
+            self.name_of.append(self._name)
+            self.grads.append(here.phase == FORWARD and self.torch.is_grad_enabled())
+            if len(self.times) > _MOST:
+                for column in (self.times, self.phases, self.groups, self.backs, self.layer_of, self.name_of, self.grads):
+                    del column[: _MOST // 2]
+                self.first += _MOST // 2
+            return self.first + len(self.times) - 1
+
+    def _tell(self, here: _Thread) -> None:
+        if self.note is not None:
+            self.note(f"{here.record}.{here.layer}" if here.notes or here.stack else "")
+
+    def _move(self, here: _Thread, phase: int, group: int | None = None) -> None:
+        """Into another phase; ``group`` None: a new one."""
+        if group is None:
+            self._group += 1
+            group = self._group
+        here.phase, here.group = phase, group
+        here.record = self._push(here)
+        self._tell(here)
+
+    def _guard(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"[:200]
+        self.faults[text] = self.faults.get(text, 0) + 1
+
+    # ------------------------------------------------------------------ modules
+    def _enter(self, module: Any, args: Any) -> None:
+        if self.torch.compiler.is_compiling():
+            return
+        try:
+            here = self._here
+            if not here.ready:
+                here = self._meet()
+            stack = here.stack
+            self.calls += 1
+            if not stack:
+                self._enter_root(here, module)
+            layer = self.layers.place(module, self._root(module, here))
+            stack.append((id(module), here.layer))
+            here.layer = layer
+            if self.note is not None:
+                self.note(f"{here.record}.{layer}")
+            else:
+                here.record = self._push(here)
+        except Exception as error:  # the user's forward goes on
+            self._guard(error)
+
+    def _root(self, module: Any, here: _Thread) -> Any:
+        ref = self._roots.get(here.stack[0][0]) if here.stack else None
+        root = ref() if ref is not None else None
+        return module if root is None else root
+
+    def _enter_root(self, here: _Thread, module: Any) -> None:
+        if "torch._dynamo.callback" in sys.modules and self._compile_callbacks is None:
+            self._meet_compiler()
+        self._settle(here)
+        here.before.append((here.phase, here.group))
+        in_backward = self.torch._C._current_graph_task_id() != -1
+        if in_backward:
+            self._move(here, RECOMPUTE, self._backward)
+        else:
+            self._move(here, FORWARD)
+        known = self._roots.get(id(module))
+        if known is None or known() is not module:
+            begin = time.perf_counter_ns()
+            self._meet_root(module)
+            self.spent_ns += time.perf_counter_ns() - begin
+        if self._fresh_grads and not in_backward:
+            self._note_grads(here.record)
+
+    def _meet_root(self, module: Any) -> None:
+        known = self.layers.name(module) is not None
+        ref = weakref.ref(module)
+        self._roots[id(module)] = ref
+        _known_roots[id(module)] = ref
+        if not known:  # a part of a model that is known is no root of its own
+            self._note_module(module, self._latest())
+
+    def _leave(self, module: Any, args: Any, *more: Any) -> None:
+        """Called with keyword arguments and result; after an exception, with the result None alone."""
+        if self.torch.compiler.is_compiling():
+            return
+        try:
+            here = self._here
+            if not here.ready or not here.stack:
+                return
+            stack = here.stack
+            while stack and stack[-1][0] != id(module):
+                if all(key != id(module) for key, _ in stack):
+                    return
+                _, here.layer = stack.pop()
+            _, here.layer = stack.pop()
+            if not stack:
+                self._leave_root(here, args, more)
+            elif self.note is not None:
+                self.note(f"{here.record}.{here.layer}")
+            else:
+                here.record = self._push(here)
+        except Exception as error:
+            self._guard(error)
+
+    def _leave_root(self, here: _Thread, args: Any, more: tuple[Any, ...]) -> None:
+        phase, group = here.before.pop() if here.before else (NONE, 0)
+        self._move(here, phase, None if phase == NONE else group)
+        if phase in (BACKWARD, RECOMPUTE):
+            return
+        begin = time.perf_counter_ns()
+        moment = here.record
+        for tensor in _owners.tensors_in((args, *more[:-1]), self.torch, 3):
+            if tensor.grad_fn is None and not isinstance(tensor, self.torch.nn.Parameter):
+                self._own(moment, tensor, "inputs", "storage", None, None)
+        for cache in _owners.caches_of([*more, *args]):
+            for tensor in _owners.tensors_in(cache, self.torch):
+                if not tensor.requires_grad:  # in training these are activations, and the cache ends with the forward
+                    self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
+        self.spent_ns += time.perf_counter_ns() - begin
+
+    # ------------------------------------------------------------------ backward
+    def _stashing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.autograd`` calls this just before it runs the engine (and, in some versions, with None just after)."""
+
+        def _stash_obj_in_tls(key: str, value: Any) -> Any:
+            result = original(key, value)
+            if key == "context" and self._open:
+                (self._backward_begins if value is not None else self._backward_ends)()
+            return result
+
+        return _stash_obj_in_tls
+
+    def _removing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _remove_obj_from_tls(key: str) -> Any:
+            result = original(key)
+            if key == "context" and self._open:
+                self._backward_ends()
+            return result
+
+        return _remove_obj_from_tls
+
+    def _backward_begins(self) -> None:
+        try:
+            here = self._meet()
+            if self.torch._C._current_graph_task_id() != -1:  # a backward within a backward
+                here.depth += 1
+                return
+            self._settle(here)
+            here.before.append((here.phase, here.group))
+            here.depth = 1
+            self._group += 1
+            self._backward = self._group
+            self._move(here, BACKWARD, self._group)
+        except Exception as error:
+            self._guard(error)
+
+    def _backward_ends(self) -> None:
+        try:
+            here = self._meet()
+            here.depth -= 1
+            if here.depth == 0 and here.phase == BACKWARD and self.torch._C._current_graph_task_id() == -1:
+                self._end_backward(here)
+            here.depth = max(here.depth, 0)
+        except Exception as error:
+            self._guard(error)
+
+    def _end_backward(self, here: _Thread) -> None:
+        phase, group = here.before.pop() if here.before else (NONE, 0)
+        self._backward = -1
+        self._fresh_grads = True
+        here.depth = 0
+        self._move(here, phase, None if phase == NONE else group)
+
+    def _settle(self, here: _Thread) -> None:
+        """End what must be over: a backward whose end was not told, a step that raised."""
+        if here.stack:
+            return
+        if here.phase == BACKWARD and here.depth and self.torch._C._current_graph_task_id() == -1:
+            self._end_backward(here)
+
+    # ------------------------------------------------------------------ optimizers
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.torch.compiler.is_compiling():
+            return
+        try:
+            here = self._meet()
+            self._settle(here)
+            if here.phase == OPTIMIZER and here.before and not here.stack:  # the last step raised, or this one wraps another
+                here.phase, here.group = here.before.pop()
+            here.before.append((here.phase, here.group))
+            self._move(here, OPTIMIZER)
+            begin = time.perf_counter_ns()
+            if id(optimizer) not in self._optimizers or self._optimizers[id(optimizer)]() is not optimizer:
+                self._optimizers[id(optimizer)] = _known_optimizers[id(optimizer)] = weakref.ref(optimizer)
+                self._states.pop(id(optimizer), None)
+            self._note_grads(here.record, optimizer)
+            self.spent_ns += time.perf_counter_ns() - begin
+        except Exception as error:
+            self._guard(error)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.torch.compiler.is_compiling():
+            return
+        try:
+            here = self._meet()
+            if here.phase != OPTIMIZER or not here.before:
+                return
+            phase, group = here.before.pop()
+            self._move(here, phase, None if phase == NONE else group)
+            self.steps.append((here.record, id(optimizer)))
+            begin = time.perf_counter_ns()
+            if self._states.get(id(optimizer)) != len(optimizer.state):
+                self._note_optimizer(optimizer, here.record)
+            self.spent_ns += time.perf_counter_ns() - begin
+        except Exception as error:
+            self._guard(error)
+
+    # ------------------------------------------------------------------ what the user says
+    def named_phase(self, name: str | None) -> str | None:
+        """``mp.phase`` begins or ends."""
+        before = self.names[self._name]
+        if name not in self.names:
+            self.names.append(name)
+        self._name = self.names.index(name)
+        here = self._meet()
+        here.record = self._push(here)
+        self._tell(here)
+        return before
+
+    def tagged_now(self, obj: Any, category: str, name: str) -> None:
+        """``mp.tag`` was called."""
+        self._note_tagged(obj, category, name, self._latest(fresh=True))
+
+    def _users_note(self, original: Callable[[str], None]) -> Callable[[str], None]:
+        def _cuda_setMemoryMetadata(metadata: str) -> None:  # noqa: N802 - torch's name
+            self.note = None
+            original(metadata)
+
+        return _cuda_setMemoryMetadata
+
+    # ------------------------------------------------------------------ owners
+    def look(self, *, everywhere: bool = False) -> int:
+        """Note every owner that is known now; ``everywhere``: search for others first. Gives the moment."""
+        begin = time.perf_counter_ns()
+        moment = self._latest(fresh=True)
+        self._seen.clear()
+        self._states.clear()
+        self._parameters.clear()
+        caches: list[Any] = []
+        if everywhere:
+            try:
+                modules, optimizers, caches = _owners.find(self.torch)
+                for module in modules:
+                    self._roots.setdefault(id(module), weakref.ref(module))
+                for optimizer in optimizers:
+                    self._optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+            except Exception as error:
+                self._guard(error)
+        for note, refs in ((self._note_module, self._roots), (self._note_optimizer, self._optimizers)):
+            for key, ref in list(refs.items()):
+                owner = ref()
+                if owner is None:
+                    del refs[key]
+                    continue
+                try:
+                    if refs is not self._roots or not self._is_part(owner):
+                        note(owner, moment)
+                except Exception as error:
+                    self._guard(error)
+        self._note_grads(moment)
+        for cache in caches:
+            for tensor in _owners.tensors_in(cache, self.torch):
+                self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
+        for obj, category, name in tags.tagged():
+            self._note_tagged(obj, category, name, moment)
+        self.spent_ns += time.perf_counter_ns() - begin
+        return moment
+
+    def _is_part(self, module: Any) -> bool:
+        """Whether the module is below another root, whose walk will meet it."""
+        return "." in (self.layers.name(module) or "")
+
+    def _latest(self, *, fresh: bool = False) -> int:
+        here = self._meet()
+        if fresh:
+            self._settle(here)
+            here.record = self._push(here)
+            self._tell(here)
+        return self.first + len(self.times) - 1
+
+    def _own(self, moment: int, tensor: Any, category: str, evidence: str, layer: str | None, name: str | None) -> None:
+        for device, addr in _owners.addresses(tensor, self.device_type):
+            key, what = (device, addr), (category, layer)
+            if category in ("weights", "buffers", "optimizer_state") and self._seen.get(key) == what:
+                continue
+            self._seen[key] = what
+            self.owners.append((moment, self.clock_ns(), device, addr, category, evidence, layer, name))
+
+    def _note_module(self, root: Any, moment: int) -> None:
+        for tensor, category, layer, name in _owners.of_module(root, self.layers.learn_all(root)):
+            self._own(moment, tensor, category, "storage", layer, name)
+            if category == "weights":
+                ref = weakref.ref(tensor)
+                self._parameters.append((ref, layer))
+                self._layer_of_parameter[id(tensor)] = (ref, layer)
+
+    def _note_grads(self, moment: int, optimizer: Any = None) -> None:
+        """Gradients where they are now: of the optimizer's parameters, or of all that are known."""
+        if optimizer is None:
+            self._fresh_grads = False
+            found: list[tuple[Any, str | None]] = [(p, layer) for ref, layer in self._parameters if (p := ref()) is not None]
+        else:
+            found = [(p, self._layer_for(p)) for group in optimizer.param_groups for p in group["params"]]
+        for parameter, layer in found:
+            grad = parameter.grad if parameter.requires_grad or parameter.is_leaf else None
+            if grad is not None:
+                self._own(moment, grad, "gradients", "storage", layer, None)
+
+    def _layer_for(self, parameter: Any) -> str | None:
+        known = self._layer_of_parameter.get(id(parameter))
+        return known[1] if known is not None and known[0]() is parameter else None
+
+    def _note_optimizer(self, optimizer: Any, moment: int) -> None:
+        self._states[id(optimizer)] = len(optimizer.state)
+        for parameter, tensor, name in _owners.of_optimizer(optimizer, self.torch):
+            self._own(moment, tensor, "optimizer_state", "storage", self._layer_for(parameter), name)
+        for group in optimizer.param_groups:  # parameters of no module
+            for parameter in group["params"]:
+                if id(parameter) not in self._layer_of_parameter:
+                    self._own(moment, parameter, "weights", "storage", None, None)
+
+    def _note_tagged(self, obj: Any, category: str, name: str, moment: int) -> None:
+        for tensor in _owners.tensors_in(obj, self.torch):
+            self._own(moment, tensor, category, "tag", None, name)

@@ -1,0 +1,130 @@
+"""Which storages belong to what: parameters, gradients, buffers, optimizer state, caches, inputs, tagged objects; by address."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+__all__ = ["addresses", "caches_of", "find", "is_cache", "of_module", "of_optimizer", "tensors_in"]
+
+_DEPTH, _MOST = 5, 20_000  # how deep containers are looked into, and how many tensors are taken
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def addresses(tensor: Any, device_type: str, depth: int = 0) -> Iterator[tuple[int | None, int]]:
+    """Device and address of the storage of a tensor; of a wrapper's inner tensors. Nothing is synchronised, no storage object is made."""
+    try:
+        if hasattr(tensor, "__tensor_flatten__") and depth < 3:
+            names, _ = tensor.__tensor_flatten__()
+            for name in names:
+                yield from addresses(getattr(tensor, name), device_type, depth + 1)
+            return
+        device = tensor.device
+        if device.type != device_type:
+            return
+        # a gradient's storage is left alone: with a Python object it would count as shared
+        at = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+        if at > 0:
+            yield (device.index if device_type != "cpu" else None), at
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # fake, lazy, functional and sparse tensors have no address
+        return
+
+
+def of_module(root: Any, paths: dict[int, str]) -> Iterator[tuple[Any, str, str, str]]:
+    """Parameters and buffers below a module: tensor, category, layer, name."""
+    for module in list(root.modules()):
+        layer = paths[id(module)]
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield parameter, "weights", layer, name
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                yield buffer, "buffers", layer, name
+
+
+def of_optimizer(optimizer: Any, torch: Any) -> Iterator[tuple[Any, Any, str]]:
+    """State of an optimizer: parameter, tensor, name (``exp_avg``)."""
+    for parameter, state in list(optimizer.state.items()):
+        if isinstance(state, dict):
+            for name, value in list(state.items()):
+                for tensor in tensors_in(value, torch, 2):
+                    yield parameter, tensor, str(name)
+        else:
+            for tensor in tensors_in(state, torch, 2):
+                yield parameter, tensor, "state"
+
+
+def tensors_in(obj: Any, torch: Any, depth: int = _DEPTH) -> list[Any]:
+    """Tensors in a value: itself, items of containers, attributes of objects, a few levels down."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    tensor, module = torch.Tensor, torch.nn.Module
+
+    def look(value: Any, left: int) -> None:
+        if isinstance(value, _PLAIN) or id(value) in seen or len(found) >= _MOST:
+            return
+        seen.add(id(value))
+        if isinstance(value, tensor):
+            found.append(value)
+        elif isinstance(value, module):
+            found.extend(value.parameters())
+            found.extend(value.buffers())
+        elif left > 0:
+            for item in _items(value):
+                look(item, left - 1)
+
+    look(obj, depth)
+    return found
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    kind = type(value)
+    if kind.__module__ in ("builtins", "types", "functools") or callable(value) or isinstance(value, type):
+        return ()
+    held = list(getattr(value, "__dict__", {}).values())
+    for name in getattr(kind, "__slots__", ()) or ():
+        if isinstance(name, str):
+            try:
+                held.append(object.__getattribute__(value, name))
+            except (AttributeError, TypeError):
+                continue
+    return held
+
+
+def is_cache(kind: type) -> bool:
+    """Whether a class is a KV cache of transformers, or of its kind."""
+    return any(c.__module__ == "transformers.cache_utils" and c.__name__.endswith("Cache") for c in kind.__mro__)
+
+
+def caches_of(values: Iterable[Any]) -> list[Any]:
+    """KV caches among arguments and results of a forward: transformers' classes, and the tuples of old that go by the name."""
+    found = []
+    for value in values:
+        held = value if is_cache(type(value)) else None
+        if held is None and not isinstance(value, _PLAIN):
+            held = value.get("past_key_values") if isinstance(value, dict) else getattr(value, "__dict__", {}).get("past_key_values")
+        if held is not None:
+            found.append(held)
+    return found
+
+
+def find(torch: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Outermost modules, optimizers and KV caches that are alive in this process. About 15 ms for half a million objects."""
+    objects = gc.get_objects()
+    kinds = list(map(type, objects))
+    different = set(kinds)
+    modules, optimizers = ({k for k in different if issubclass(k, base)} for base in (torch.nn.Module, torch.optim.Optimizer))
+    caches = {k for k in different if is_cache(k)}
+    wanted = modules | optimizers | caches
+    chosen = [(o, k) for o, k in zip(objects, kinds, strict=True) if k in wanted] if wanted else []
+    del objects, kinds
+    children: set[int] = set()
+    nets = [o for o, k in chosen if k in modules and "_modules" in getattr(o, "__dict__", {})]
+    for net in nets:
+        children.update(id(child) for child in net.__dict__["_modules"].values() if child is not None)
+    return [n for n in nets if id(n) not in children], [o for o, k in chosen if k in optimizers], [o for o, k in chosen if k in caches]

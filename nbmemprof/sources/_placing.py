@@ -1,0 +1,188 @@
+"""Put what an observer logged beside the events of an allocator: tables ``contexts`` and ``owners``, marks of phases and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from nbmemprof import schema
+from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, Observer
+
+__all__ = ["Log", "Placed", "contexts", "marks", "owners", "place"]
+
+Ints = npt.NDArray[np.int64]
+_MOST_MARKS = 2000
+
+
+@dataclass
+class Log:
+    """What an observer logged, as columns; record ``i`` of them has number ``first + i``."""
+
+    first: int
+    times_us: npt.NDArray[np.float64]
+    phase: Ints
+    group: Ints
+    back: Ints
+    layer: Ints
+    name: Ints
+    grad: Ints
+    steps: list[tuple[int, int]]
+    layers: list[str | None]
+    names: list[str | None]
+    owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]]
+
+    @classmethod
+    def of(cls, seen: Observer) -> Log:
+        """Take a copy."""
+        times, phase, group, back, layer, name, grad = (np.array(c, np.int64) for c in (seen.times, seen.phases, seen.groups, seen.backs, seen.layer_of, seen.name_of, seen.grads))
+        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners))
+
+    def __post_init__(self) -> None:
+        self.phase = _loss(self.phase, self.grad)
+
+    def step_of(self, record: Ints) -> Ints:
+        """Training step of each record; -1 where no optimizer was seen."""
+        if not self.steps:
+            return np.full(len(record), -1, np.int64)
+        which = [optimizer for _, optimizer in self.steps]
+        again = next((i for i in range(1, len(which)) if which[i] == which[0]), len(which))
+        last = which[again - 1]  # the optimizer that ends a step, where several take turns
+        ends = np.array([at for at, optimizer in self.steps if optimizer == last], np.int64)
+        return np.searchsorted(ends, record, side="right").astype(np.int64)
+
+
+def _loss(phase: Ints, grad: Ints) -> Ints:
+    """What lies between a forward and the backward that follows belongs to the forward: the loss."""
+    made, state, start = phase.copy(), False, -1
+    for at, (here, on) in enumerate(zip(phase.tolist(), grad.tolist(), strict=True)):
+        if here == FORWARD:
+            if on and not state:
+                state, start = True, at
+        elif here == BACKWARD:
+            if state:
+                gap = made[start:at]
+                gap[gap == NONE] = FORWARD
+            state = False
+        elif here != NONE:
+            state = False
+    return made
+
+
+@dataclass
+class Placed:
+    """For each event its record, the layer that its note names (-1: no note), whether it has a note, its number and clock."""
+
+    record: Ints
+    layer: Ints
+    noted: npt.NDArray[np.bool_]
+    seq: Ints
+    clock_us: npt.NDArray[np.float64]
+    notes: bool
+
+
+def place(log: Log, seq: pl.Series, note: pl.Series | None, clock_us: npt.NDArray[np.float64], *, notes: bool) -> Placed:
+    """Find the record in which each event happened.
+
+    ``notes``: the threads attached notes; then an event without one is of a thread that has none, backward's or a
+    stranger's. Else the clock tells alone.
+    """
+    count, numbers = len(log.times_us), seq.to_numpy()
+    by_time = np.clip(np.searchsorted(log.times_us, clock_us, side="right") - 1, 0, max(count - 1, 0))
+    if not notes or note is None or not count or note.null_count() == len(note):
+        layer = log.layer[by_time] if count else by_time
+        return Placed(by_time, layer, np.zeros(len(by_time), bool), numbers, clock_us, notes=False)
+    text = note.cast(pl.String)
+    words = pl.DataFrame({"note": text.unique()})
+    parts = words["note"].str.extract_groups(r"^(\d+)\.(\d+)$").struct.unnest()
+    table = words.with_columns(parts["1"].cast(pl.Int64, strict=False).alias("record") - log.first, parts["2"].cast(pl.Int64, strict=False).alias("layer"))
+    read = pl.DataFrame({"note": text}).join(table, on="note", how="left", maintain_order="left", nulls_equal=True)
+    record = read["record"].fill_null(-1).to_numpy().copy()
+    noted = (record >= 0) & (record < count)
+    record[~noted] = -1
+    low = np.maximum.accumulate(record)
+    high = np.minimum.accumulate(np.where(noted, record, count - 1)[::-1])[::-1]
+    free = np.clip(by_time, np.maximum(low, 0), np.maximum(high, low))
+    at = np.where(noted, record, _nearest_backward(log, free, low, high, noted))
+    return Placed(at, np.where(noted, read["layer"].fill_null(-1).to_numpy(), -1), noted, numbers, clock_us, notes=True)
+
+
+def _nearest_backward(log: Log, at: Ints, low: Ints, high: Ints, noted: npt.NDArray[np.bool_]) -> Ints:
+    """An event without a note is a backward's, if one ran between the notes around it."""
+    in_backward = np.flatnonzero(log.back >= 0)
+    if not len(in_backward):
+        return at
+    made = at.copy()
+    loose = np.flatnonzero(~noted & (log.back[at] < 0))
+    place = np.searchsorted(in_backward, at[loose])
+    before, after = in_backward[np.maximum(place - 1, 0)], in_backward[np.minimum(place, len(in_backward) - 1)]
+    fits_before = (before >= np.maximum(low[loose], 0)) & (before <= high[loose])
+    fits_after = (after >= np.maximum(low[loose], 0)) & (after <= high[loose])
+    nearer = np.abs(after - at[loose]) < np.abs(at[loose] - before)
+    made[loose] = np.where(fits_after & (nearer | ~fits_before), after, np.where(fits_before, before, at[loose]))
+    return made
+
+
+def contexts(log: Log, placed: Placed) -> pl.DataFrame:
+    """Where each event happened, as a table."""
+    record, noted = placed.record, placed.noted
+    if not len(record) or not len(log.times_us):
+        return schema.empty("contexts")
+    inside = log.back[record] >= 0
+    phase, group, layer = log.phase[record], np.where(inside, log.back[record], log.group[record]), placed.layer
+    if placed.notes:
+        layer = np.where(noted, layer, 0)
+        phase = np.where(noted, phase, np.where(inside, BACKWARD, NONE))
+        group = np.where(noted | inside, group, -1 - group)  # a stranger's is in no span of ours
+    step = pl.Series(log.step_of(record + log.first))
+    columns = {
+        "seq": pl.Series(placed.seq), "span": pl.Series(group), "phase": _words(phase, list(PHASES)), "layer": _words(layer, log.layers), "name": _words(log.name[record], log.names),
+        "step": pl.select(pl.when(step >= 0).then(step)).to_series(), "evidence": "annotation" if placed.notes else "phase",
+    }  # fmt: skip
+    return schema.fill("contexts", columns, len(record))
+
+
+def owners(log: Log, placed: Placed, kind: str = "device", since: int = 0) -> pl.DataFrame:
+    """The owners that were found from record ``since`` on, and before which event."""
+    found = [owner for owner in log.owners if owner[0] >= since]
+    if not found:
+        return schema.empty("owners")
+    moment = np.array([o[0] for o in found], np.int64) - log.first
+    at = np.searchsorted(placed.clock_us, np.array([o[1] for o in found], np.int64) / 1e3, side="right")
+    if placed.notes and placed.noted.any():
+        rising = np.maximum.accumulate(np.where(placed.noted, placed.record, -1))
+        later = np.searchsorted(rising, moment, side="left")  # the first event that carries this record or a later one
+        places = np.flatnonzero(placed.noted)
+        last = np.searchsorted(places, later, side="left")
+        at = np.clip(at, np.where(last > 0, places[np.maximum(last - 1, 0)] + 1, 0), later)
+    numbers = placed.seq
+    seq = np.append(numbers, numbers[-1] + 1 if len(numbers) else 0)[at]
+    columns: dict[str, Any] = {
+        "kind": kind, "source": "torch", "device": pl.Series([o[2] for o in found], dtype=pl.Int64), "addr": pl.Series([o[3] for o in found], dtype=pl.UInt64), "seq": pl.Series(seq),
+        **{name: pl.Series([o[i] for o in found], dtype=pl.String) for i, name in enumerate(("category", "evidence", "layer", "name"), 4)},
+    }  # fmt: skip
+    return schema.fill("owners", columns, len(found))
+
+
+def marks(log: Log, start_us: float, end_us: float) -> pl.DataFrame:
+    """Spans of phases and steps within a window, as far as they are few enough to be looked at."""
+    if not len(log.times_us):
+        return schema.empty("marks")
+    change = np.flatnonzero(np.diff(log.group, prepend=log.group[0] - 1) | np.diff(log.phase, prepend=-1))
+    begin, stop = log.times_us[change], np.append(log.times_us[change[1:]], end_us)
+    keep = (log.phase[change] != NONE) & (stop > start_us) & (begin < end_us)
+    phase = schema.fill(
+        "marks", {"time_us": pl.Series(np.maximum(begin[keep] - start_us, 0.0)), "end_us": pl.Series(stop[keep] - start_us), "kind": "phase", "name": _words(log.phase[change][keep], list(PHASES))}, int(keep.sum())
+    )
+    steps = [log.times_us[at - log.first] for at, _ in log.steps if log.first <= at < log.first + len(log.times_us)]
+    ends = np.array([t for t in steps if start_us <= t <= end_us])
+    step = schema.fill("marks", {"time_us": pl.Series(ends - start_us), "kind": "step", "name": pl.Series([f"step {i}" for i in range(len(ends))], dtype=pl.String)}, len(ends))
+    return pl.concat([part for part in (phase, step) if 0 < part.height <= _MOST_MARKS] or [phase.clear()])
+
+
+def _words(numbers: Ints, words: list[str | None]) -> pl.Series:
+    known = {i: word for i, word in enumerate(words) if word is not None}
+    return pl.Series(np.ascontiguousarray(numbers)).replace_strict(known, default=None, return_dtype=pl.String) if known else pl.Series([None] * len(numbers), dtype=pl.String)
