@@ -60,10 +60,11 @@ def tensors_in(obj: Any, torch: Any, depth: int = _DEPTH) -> list[Any]:
     found: list[Any] = []
     seen: set[int] = set()
     tensor, module = torch.Tensor, torch.nn.Module
-
-    def look(value: Any, left: int) -> None:
-        if isinstance(value, _PLAIN) or id(value) in seen or len(found) >= _MOST:
-            return
+    waiting = [(obj, depth)]  # a loop: a function that calls itself is a cycle, and would keep what it found until garbage is collected
+    while waiting and len(found) < _MOST:
+        value, left = waiting.pop()
+        if isinstance(value, _PLAIN) or id(value) in seen:
+            continue
         seen.add(id(value))
         if isinstance(value, tensor):
             found.append(value)
@@ -71,10 +72,7 @@ def tensors_in(obj: Any, torch: Any, depth: int = _DEPTH) -> list[Any]:
             found.extend(value.parameters())
             found.extend(value.buffers())
         elif left > 0:
-            for item in _items(value):
-                look(item, left - 1)
-
-    look(obj, depth)
+            waiting.extend((item, left - 1) for item in reversed(list(_items(value))))
     return found
 
 
