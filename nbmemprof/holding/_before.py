@@ -17,31 +17,43 @@ from nbmemprof.holding._tensors import Reader
 
 __all__ = ["leads_to_tensors", "names_now", "replaced"]
 
-_MOST = 3000  # objects looked at
+_EACH, _ALL = 1500, 5000  # objects looked at, of one variable and in all
+_WIDE = 300  # of one container
 
 
-def names_now(namespace: Mapping[str, Any], shell: Any = None, most: int = _MOST) -> dict[int, str]:
+def names_now(namespace: Mapping[str, Any], shell: Any = None) -> dict[int, str]:
     """Address of each storage that a variable of the user's reaches in a few steps → the variable; a few milliseconds at most."""
     torch = _optional.loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return {}
-    reader = Reader(torch)
+    reader, kinds = Reader(torch), dict[type, int]()
     found: dict[int, str] = {}
+    seen = {id(namespace)}
     with reader.plainly():
-        waiting = [(root.thing, root.label) for root in names(namespace, shell)]
-        seen: set[int] = {id(namespace)}
-        for thing, name in waiting:  # grows while it is walked: nearest first
-            if len(seen) > most:
-                break
-            if id(thing) in seen or not gc.is_tracked(thing) or _leads_away(type(thing)):
-                continue
-            seen.add(id(thing))
-            if reader.kind(type(thing)) in (1, 3):
-                for memory in reader.memory(thing):
-                    found.setdefault(memory.addr, name)
-            else:
-                waiting.extend((inner, name) for inner in gc.get_referents(thing))
+        for root in names(namespace, shell):
+            waiting, left = [root.thing], min(_EACH, _ALL - len(seen))
+            for thing in waiting:  # grows while it is walked: nearest first
+                kind = _kind(type(thing), kinds, reader)
+                if kind < 0 or id(thing) in seen or not gc.is_tracked(thing):
+                    continue
+                if left <= 0:
+                    break
+                seen.add(id(thing))
+                left -= 1
+                if kind in (1, 3):
+                    for memory in reader.memory(thing):
+                        found.setdefault(memory.addr, root.label)
+                else:
+                    waiting += gc.get_referents(thing)[:_WIDE]
     return found
+
+
+def _kind(cls: type, known: dict[type, int], reader: Reader) -> int:
+    """As ``Reader.kind``; -1 for what leads away from the variable: functions, modules, classes."""
+    kind = known.get(cls)
+    if kind is None:
+        kind = known[cls] = -1 if _leads_away(cls) else reader.kind(cls)
+    return kind
 
 
 def _leads_away(cls: type) -> bool:

@@ -92,10 +92,12 @@ class Objects:
 
     def close(self, things: Iterable[object]) -> None:
         """Let the walk not enter these."""
-        for thing in things:
-            number = self.index.one(thing)
-            if number >= 0:
-                self.closed[number] = True
+        numbers = self.numbers(things)
+        self.closed[numbers[numbers >= 0]] = True
+
+    def numbers(self, things: Iterable[object]) -> npt.NDArray[np.int32]:
+        """Numbers of things that are alive all the while; -1 where one is none of ours."""
+        return self.index.of(np.fromiter(map(id, list(things)), np.int64))
 
     # ------------------------------------------------------------------ the walk
     def enter(self, number: int, parent: int, tier: int) -> bool:

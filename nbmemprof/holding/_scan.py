@@ -15,7 +15,7 @@ from nbmemprof import _optional
 from nbmemprof.holding import _objects, _roots
 from nbmemprof.holding._names import Link, Namer, describe_function, short
 from nbmemprof.holding._objects import Ints, Objects
-from nbmemprof.holding._parts import bases, own_dict
+from nbmemprof.holding._parts import has_base, own_dict
 from nbmemprof.holding._roots import Root, Slot
 from nbmemprof.holding._tensors import Graphs, Memory, Reader, Saved
 
@@ -99,7 +99,8 @@ class _Search:
 
     def __init__(self, reader: Reader, namespace: Mapping[str, Any], shell: Any, objects: Objects) -> None:
         self.reader, self.namespace, self.shell, self.objects = reader, namespace, shell, objects
-        kinds = np.fromiter((reader.kind(cls) for cls in map(type, objects.items)), np.int8, len(objects))
+        of_class = {cls: reader.kind(cls) for cls in set(map(type, objects.items))}
+        kinds = np.fromiter(map(of_class.__getitem__, map(type, objects.items)), np.int8, len(objects))
         self.tensors, self.modules, self.optimizers = (kinds > 0) & (kinds < 4), np.flatnonzero(kinds == 4), np.flatnonzero(kinds == 5)
         self.is_storage = kinds == 2
         self.roots: list[Root] = []
@@ -134,7 +135,7 @@ class _Search:
                 by_owner.setdefault(id(owner), (owner, []))[1].append(slot.thing)
         for owner, things in by_owner.values():
             self.objects.cut(owner, things)
-        modules = [m for m in list(sys.modules.values()) if m is not None and any(c is ModuleType for c in bases(type(m)))]
+        modules = [m for m in list(sys.modules.values()) if m is not None and has_base(type(m), ModuleType)]
         self.objects.close([*modules, *(own_dict(m) for m in modules), self.namespace, self.shell, getattr(self.shell, "kernel", None)])
 
     def _open_modules(self, slots: list[Slot]) -> None:
@@ -146,7 +147,7 @@ class _Search:
     def _reach(self, tier: int, roots: list[Root]) -> None:
         first = len(self.roots)
         self.roots += roots
-        numbers = self.objects.index.of(np.fromiter((id(root.thing) for root in roots), np.int64, len(roots))).tolist()
+        numbers = self.objects.numbers(root.thing for root in roots).tolist()
         late = [int(n) for n in self.optimizers if not self.objects.closed[n]]  # an optimizer has its model's weights: the model comes first
         self.objects.closed[late] = True
         self._walk([n for k, n in enumerate(numbers) if self.objects.enter(n, -2 - first - k, tier)], tier)
@@ -160,7 +161,7 @@ class _Search:
             reached = self.objects.spread(np.array(start, np.int64), tier)
             self.order.append((tier, reached[self.tensors[reached]]))
             found = [saved for n in self.order[-1][1].tolist() if not self.is_storage[n] for saved in self._kept_by(n)]
-            numbers = self.objects.index.of(np.fromiter((id(s.thing) for s in found), np.int64, len(found))).tolist()
+            numbers = self.objects.numbers(saved.thing for saved in found).tolist()
             start = []
             for saved, number in zip(found, numbers, strict=True):
                 if number >= 0:
@@ -235,7 +236,7 @@ class _Search:
             if self.objects.tier[number] < 0:
                 continue
             for name, hooks in list((own_dict(self.objects.items[number]) or {}).items()):
-                if type(name) is not str or not name.endswith("_hooks") or not any(c is dict for c in bases(type(hooks))) or len(hooks) < 2:
+                if type(name) is not str or not name.endswith("_hooks") or not has_base(type(hooks), dict) or len(hooks) < 2:
                     continue
                 counts: dict[tuple[str, str, int], int] = {}
                 for hook in list(dict.values(hooks)):
