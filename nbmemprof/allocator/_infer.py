@@ -14,7 +14,7 @@ from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
 from nbmemprof.allocator._model import Model, Words
 from nbmemprof.allocator._recording import Recording, recordings
-from nbmemprof.allocator.conf import Settings, parse
+from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.allocator.rounding import MIN_LARGE_ALLOC, ROUND_LARGE, SMALL_BUFFER, SMALL_SIZE, divisions_of, round_sizes
 from nbmemprof.allocator.versions import rules_of
 from nbmemprof.capture import Capture
@@ -75,7 +75,11 @@ def recorded_settings(meta: Mapping[str, Any], torch: str | None) -> tuple[Setti
     text = meta.get("conf") if meta.get("conf") is not None else listed.get("PYTORCH_CUDA_ALLOC_CONF")
     if text is None and not listed:
         said.append("the recording does not tell its configuration; torch's defaults are assumed")
-    made = parse(text or "", torch)
+    try:
+        made = parse(text or "", torch)
+    except ConfError as error:
+        said.append(f"the configuration text can't be read, the values that the snapshot lists are used ({error})")
+        made = Settings(text=str(text))
     found: dict[str, Any] = {}
     if isinstance(listed.get("expandable_segments"), bool):
         found["expandable_segments"] = listed["expandable_segments"]
@@ -114,14 +118,19 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
         open_ = bool(text)
     refused = bounds.physical() if limit is None else None
 
-    def attempt(limit: int | None, *, empty: bool = recording.starts_empty or recording.may_be_whole) -> Followed:
-        return _attempt(recording, settings, torch, limit, capacity_bytes or refused, card, empty=empty)
+    begins_empty = recording.starts_empty or recording.may_be_whole
+
+    def attempt(limit: int | None, *, empty: bool = begins_empty, whole: frozenset[str] = frozenset()) -> Followed:
+        return _attempt(recording, settings, torch, limit, capacity_bytes or refused, card, empty=empty, whole=whole)
 
     found = attempt(limit)
+    if not found.exact and len(recording.pool_names) > 1:
+        found = _unsplit(found, recording.pool_names[1:], lambda whole: attempt(limit, whole=whole))
+        found = _reroute(found, lambda: attempt(limit))
     if open_ and not found.exact:
         found = _narrow(found, bounds.widest(), attempt)
     if not found.exact and recording.may_be_whole:
-        if recording.first_segments().height > 1:
+        if recording.cached_at_start():
             cached = attempt(limit, empty=False)
             found = cached if cached.exact else found
         elif found.mismatch is not None and found.mismatch["expected"] is not None:
@@ -131,9 +140,13 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
     return found
 
 
-def _attempt(recording: Recording, settings: Settings, torch: str | None, limit: int | None, capacity: int | None, card: int | None, *, empty: bool) -> Followed:
+def _attempt(
+    recording: Recording, settings: Settings, torch: str | None, limit: int | None, capacity: int | None, card: int | None, *, empty: bool, whole: frozenset[str]
+) -> Followed:
     model = Model(settings, rules_of(torch), limit_bytes=limit, capacity_bytes=capacity, card_bytes=card, records=4096 + 4 * recording.segments.height)
     m = model.m
+    for name in recording.pool_names[1:]:
+        model.add_pool(no_split=name in whole)
     trace = recording.bind(model)
     rows = np.zeros(2 * max(recording.rows.height, 1), np.int64)
     said = [] if empty else recording.lay_out(model, rows)
@@ -173,6 +186,54 @@ def _attempt(recording: Recording, settings: Settings, torch: str | None, limit:
 
 def _times(count: int, what: str) -> str:
     return f"{format_count(count)} {what}{'s' if count != 1 and not what.startswith('of') else ''}"
+
+
+def _unsplit(found: Followed, names: list[str], attempt: Callable[[frozenset[str]], Followed]) -> Followed:
+    """Whether private pools were made without splitting, which no file tells: a pool is taken for one where the trace is then followed further."""
+    whole: frozenset[str] = frozenset()
+    for name in names[:8]:
+        other = attempt(whole | {name})
+        if other.exact or other.model.m[M.AT] > found.model.m[M.AT]:
+            found, whole = other, whole | {name}
+        if found.exact:
+            break
+    if whole:
+        found.inferred.append(f"private pools made with no_split: {', '.join(sorted(whole))}, as their blocks are handed out whole")
+    return found
+
+
+def _reroute(found: Followed, attempt: Callable[[], Followed]) -> Followed:
+    """Whether segments that are gone at the end were a private pool's, which then is in no file: a segment is taken for one where the rest then fits.
+
+    At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
+    What does not end in an exact replay is undone.
+    """
+    recording, first = found.recording, found
+    before = recording.trace.copy()
+    names = list(recording.pool_names)
+    for _ in range(min(40, max(4, 1_000_000 // recording.events.height))):
+        mismatch = found.mismatch
+        if mismatch is None or mismatch["expected"] is None or mismatch["found"] is None:
+            break
+        best = None
+        for side in ("expected", "found"):
+            kept = recording.trace.copy()
+            if recording.route(mismatch[side]["addr"], mismatch["index"]):
+                other = attempt()
+                if other.exact or other.model.m[M.AT] > found.model.m[M.AT]:
+                    best = other
+                    break
+            recording.trace[:] = kept
+        if best is None:
+            break
+        found = best
+    if found.exact:
+        if found is not first:
+            found.inferred.append("segments that are gone at the end and served some requests only are taken for a private pool's")
+        return found
+    recording.trace[:] = before
+    recording.pool_names[:] = names
+    return first
 
 
 def _narrow(found: Followed, bounds: tuple[int, int], attempt: Callable[[int | None], Followed]) -> Followed:

@@ -10,16 +10,47 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nbmemprof import _jit
 
-__all__ = ["linked"]
+__all__ = ["linked", "worth"]
+
+# events (about 10 µs each, interpreted) from which compiled code pays: once it is on disk it loads in half a second, compiling it takes 10 to 20
+_WORTH_LOADING, _WORTH_COMPILING = 60_000, 500_000
 
 # what is only called from compiled code needs no way in from Python: more than halves the time to compile
 _INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "no_rewrites": True, "error_model": "numpy", "_nrt": False}
+
+
+def worth(entry: Callable[..., int], work: int) -> Callable[..., int] | None:
+    """Return the compiled form where it pays for that many events, else None."""
+    if work >= _WORTH_COMPILING or (work >= _WORTH_LOADING and _on_disk(entry)):
+        return linked(entry)
+    return None
+
+
+@functools.cache
+def _on_disk(entry: Callable[..., int]) -> bool:
+    """Whether an earlier process has compiled this very code."""
+    name, code = _named(entry), entry.__code__
+    pattern = f"*{name}-{code.co_firstlineno}*.nbi"
+    folders = [Path(code.co_filename).parent / "__pycache__", *([Path(os.environ["NUMBA_CACHE_DIR"])] if os.environ.get("NUMBA_CACHE_DIR") else [])]
+    return any(next(folder.rglob(pattern), None) is not None for folder in folders if folder.is_dir())
+
+
+def _named(entry: Any) -> str:
+    """Name of the linked function: it carries a digest of all code in it."""
+    copies: dict[types.FunctionType, types.FunctionType] = {}
+    _gather(entry, copies)
+    digest = hashlib.sha256()
+    for plain in sorted(copies, key=lambda f: (f.__module__, f.__qualname__)):
+        digest.update(repr((plain.__qualname__, plain.__code__.co_code, _constants(plain))).encode())
+    return f"{entry.__name__}_{digest.hexdigest()[:12]}"
 
 
 @functools.cache
@@ -32,9 +63,6 @@ def linked(entry: Callable[..., int]) -> Callable[..., int] | None:
     copies: dict[types.FunctionType, types.FunctionType] = {}
     plain_entry: Any = entry
     _gather(plain_entry, copies)
-    digest = hashlib.sha256()
-    for plain in sorted(copies, key=lambda f: (f.__module__, f.__qualname__)):
-        digest.update(repr((plain.__qualname__, plain.__code__.co_code, _constants(plain))).encode())
     main = copies.pop(plain_entry)
     compiled = {plain: numba.njit(**_INNER)(copy) for plain, copy in copies.items()}
     for plain, copy in [*copies.items(), (plain_entry, main)]:
@@ -42,7 +70,7 @@ def linked(entry: Callable[..., int]) -> Callable[..., int] | None:
             called = plain.__globals__.get(name)
             if called in compiled:
                 copy.__globals__[name] = compiled[called]
-    main.__name__ = main.__qualname__ = f"{entry.__name__}_{digest.hexdigest()[:12]}"
+    main.__name__ = main.__qualname__ = _named(entry)
     return _jit.compiled(main)
 
 

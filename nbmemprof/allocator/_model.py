@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nbmemprof import _jit
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
-from nbmemprof.allocator._link import linked
+from nbmemprof.allocator._link import worth
 from nbmemprof.allocator.conf import Settings
 from nbmemprof.allocator.versions import Rules
 
@@ -125,9 +124,9 @@ class Model:
         self.m[M.ROOM] = len(self.m)
 
     # ------------------------------------------------------------------ running
-    def run(self, trace: Words, operations: Words, rows: Words, moments: Words = NOTHING, *, work: int | None = None) -> Words:
-        """Run to the end; returns the trace, which may have grown."""
-        fast = linked(_run.run) if (len(operations) if work is None else work) * 4 >= _jit.WORTH else None
+    def run(self, trace: Words, operations: Words, rows: Words, moments: Words = NOTHING, *, work: int) -> Words:
+        """Run to the end; returns the trace, which may have grown. ``work``: about how many events this and its like will be."""
+        fast = worth(_run.run, work)
         while True:
             if fast is not None:
                 code = fast(self.m, trace, operations, rows, moments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from nbmemprof import heap
@@ -16,13 +15,13 @@ from nbmemprof.allocator.rounding import SMALL_BUFFER
 from nbmemprof.capture import Capture
 from nbmemprof.heap._columns import int64, rows_of
 
-__all__ = ["Recording", "recordings"]
+__all__ = ["UNNAMED", "Recording", "recordings"]
 
 _KINDS = {
     "alloc": M.ALLOC, "free_requested": M.FREE_REQUESTED, "free_completed": M.FREE_COMPLETED, "segment_alloc": M.SEGMENT_ALLOC, "segment_free": M.SEGMENT_FREE,
     "segment_map": M.SEGMENT_MAP, "segment_unmap": M.SEGMENT_UNMAP, "oom": M.OOM,
 }  # fmt: skip
-Flags = npt.NDArray[np.bool_]
+UNNAMED = "?_?"  # a private pool that is gone at the end
 
 
 def recordings(capture: Capture) -> list[Recording]:
@@ -95,6 +94,11 @@ class Recording:
         self.trace = table.reshape(-1)
         self.deferred = int((~at_once).sum())
         self.lost = self._lost(free[~at_once], row)
+        asked = np.zeros(rows.height + 1, bool)
+        asked[row[free]] = True
+        ended = np.flatnonzero((kind == M.FREE_COMPLETED) & (row >= 0))
+        ended = ended[~asked[row[ended]]]  # given up before the first event, and pending since
+        self.pending_at_start = set(row[ended if self.deferred else ended[ended == 0]].tolist())
 
     def _lost(self, waiting: Words, row: Words) -> list[int]:
         """Frees that never complete, of blocks that are not pending at the end: their ``free_completed`` is missing."""
@@ -135,6 +139,26 @@ class Recording:
             inside[: since + 1] = False
             table[inside, M.T_POOL] = self.pool_names.index(name)
 
+    def route(self, addr: int, index: int) -> bool:
+        """Give the requests of the segment at this address, as it was at this event, to an unnamed private pool; False where there is nothing to change."""
+        made = np.flatnonzero((self.kind[: index + 1] == M.SEGMENT_ALLOC) & (self.addr[: index + 1] <= addr) & (addr < self.addr[: index + 1] + self.size[: index + 1]))
+        if not len(made):
+            return False
+        begin = int(made[-1])
+        gone = np.flatnonzero((self.kind[begin:] == M.SEGMENT_FREE) & (self.addr[begin:] == self.addr[begin]))
+        if not len(gone):  # it is in the final picture, which names its pool
+            return False
+        inside = np.arange(begin, begin + int(gone[0]))
+        low = self.addr[begin]
+        inside = inside[(self.kind[inside] == M.ALLOC) & (self.addr[inside] >= low) & (self.addr[inside] < low + self.size[begin])]
+        if UNNAMED not in self.pool_names:
+            self.pool_names.append(UNNAMED)
+        number, table = self.pool_names.index(UNNAMED), self.trace.reshape(-1, M.WORDS)
+        if not len(inside) or (table[inside, M.T_POOL] == number).all():
+            return False
+        table[inside, M.T_POOL] = number
+        return True
+
     def bind(self, model: Model) -> Words:
         """Return the trace with the records of the model's pools in place of numbers; pools are made where there are none yet."""
         while len(model.pools) < len(self.pool_names):
@@ -152,6 +176,13 @@ class Recording:
         """Segments before the first event."""
         return heap.segments_at(self.capture, int(self.curve.seq[0]) - 1).filter(heap.matches(self.key)).sort("addr")
 
+    def cached_at_start(self) -> bool:
+        """Whether segments without an event may have been cached before it: several, or one without the stack that the others have."""
+        first, stack = self.first_segments(), pl.col("stack_id")
+        made = self.events.filter(pl.Series((self.kind == M.SEGMENT_ALLOC) | (self.kind == M.SEGMENT_MAP)))
+        with_stacks = made["stack_id"].null_count() < made.height
+        return first.height > 1 or (with_stacks and first.filter(stack.is_not_null()).is_empty())
+
     def lay_out(self, model: Model, rows: Words) -> list[str]:
         """Build the heap as it was before the first event; returns what had to be assumed."""
         first = int(self.curve.seq[0]) - 1
@@ -159,14 +190,14 @@ class Recording:
         blocks = heap.blocks_at(self.capture, first).filter(heap.matches(self.key)).sort("addr")
         start = np.flatnonzero(self.at_start)
         row_of = dict(zip(int64(self.rows["addr"])[start].tolist(), start.tolist(), strict=True))
-        return _Layout(model, rows, row_of, self.pool_names).build(segments, blocks)
+        return _Layout(model, rows, row_of, self.pool_names, self.pending_at_start).build(segments, blocks)
 
 
 class _Layout:
     """Blocks written into a model by hand, through its own rules for sets and statistics."""
 
-    def __init__(self, model: Model, rows: Words, row_of: dict[int, int], pool_names: list[str]) -> None:
-        self.model, self.rows, self.row_of, self.pool_names = model, rows, row_of, pool_names
+    def __init__(self, model: Model, rows: Words, row_of: dict[int, int], pool_names: list[str], pending: set[int]) -> None:
+        self.model, self.rows, self.row_of, self.pool_names, self.pending = model, rows, row_of, pool_names, pending
         self.areas: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def build(self, segments: pl.DataFrame, blocks: pl.DataFrame) -> list[str]:
@@ -252,7 +283,7 @@ class _Layout:
             M.gain(m, stat, small, amount)
         if size >= m[M.MAX_SPLIT]:
             M.gain_one(m, M.OVERSIZE_ALLOCATIONS)
-        if state == "active_pending_free":
+        if state == "active_pending_free" or row in self.pending:
             mode, m[M.MODE] = m[M.MODE], M.MUTE
             _blocks.free(m, m, b, 1)
             m[M.MODE] = mode

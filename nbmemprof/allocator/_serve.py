@@ -73,7 +73,7 @@ class Requests:
 
 
 def serve(
-    requests: Requests, settings: Settings, *, torch: str | None, limit_bytes: int | None, capacity_bytes: int | None, policy: str | int = "ascending", keep: bool = False
+    requests: Requests, settings: Settings, *, torch: str | None, limit_bytes: int | None, capacity_bytes: int | None, policy: str | int = "ascending", keep: bool = False, runs: int = 1
 ) -> Served:
     """Run the requests; a refused one is skipped with its frees and counted.
 
@@ -81,6 +81,8 @@ def serve(
     ----------
     keep
         Whether the events are written down.
+    runs
+        How many such runs there will be, which tells whether compiled code pays.
     """
     recording = requests.recording
     card: Any = recording.capture.meta.get("capacity_bytes")
@@ -92,5 +94,5 @@ def serve(
     trace = np.zeros(len(operations) + (6 << 10) if keep else 0, np.int64)
     m = model.m
     m[M.MODE], m[M.END], m[M.STOP] = M.TELL if keep else M.MUTE, len(trace), len(operations)
-    trace = model.run(trace, operations, rows, moments, work=len(operations) // M.WORDS)
+    trace = model.run(trace, operations, rows, moments, work=runs * len(operations) // M.WORDS)
     return Served(model, rows, trace[: int(model.m[M.AT])])

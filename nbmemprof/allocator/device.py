@@ -24,7 +24,6 @@ _WORDS = {
     M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
     M.SEGMENT_MAP: "segment_map", M.SEGMENT_UNMAP: "segment_unmap", M.OOM: "oom",
 }  # fmt: skip
-_COMPILED_FROM = 3_000  # calls after which compiled code pays for loading numba
 _UNSERVED = 1 << 60
 PoolId = tuple[int, int]
 
@@ -322,7 +321,7 @@ class Device:
             m[block + M.ROW] = 0
         self._calls += 1
         flushes = m[M.SYNCS]
-        self._trace = self._model.run(self._trace, o, self._row, work=self._calls * 1000000 // _COMPILED_FROM // 4)
+        self._trace = self._model.run(self._trace, o, self._row, work=self._calls)
         m = self._model.m  # it may have grown
         if self._given and m[M.GIVEN] == 0:
             self._given.popleft()

@@ -98,19 +98,19 @@ def replay(
 
 
 def _as_it_was(capture: Capture, followed: list[Followed], meta: dict[str, Any]) -> Capture:
-    """The recorded tables are the replayed ones; the model's block sizes stand in for bounds."""
+    """The recorded tables are the replayed ones, with the model's block sizes."""
     tables = {name: capture.tables[name] for name in capture.tables if capture.tables.is_ready(name)}
     lazy = {name: (lambda name=name: capture.tables[name]) for name in capture.tables if name not in tables}
     rows = capture.tables["allocations"]
-    if not rows["size_exact"].all():
-        told = np.zeros(rows.height, np.int64)
-        for one in followed:
-            mine = rows.with_row_index("at").filter(_same(one))["at"].to_numpy()
-            told[mine] = one.rows[1::2][: len(mine)]
-        known = pl.Series(told > 0)
-        tables["allocations"] = rows.with_columns(
-            pl.when(known).then(pl.Series(told)).otherwise(pl.col("size_bytes")).alias("size_bytes"), (known | pl.col("size_exact")).alias("size_exact")
-        )
+    told = rows["size_bytes"].fill_null(0).to_numpy().copy()
+    exact = rows["size_exact"].fill_null(value=False).to_numpy().copy()
+    for one in followed:
+        mine = slice(None) if one.recording.rows.height == rows.height else rows.with_row_index("at").filter(_same(one))["at"].to_numpy()
+        given = one.rows[1::2][: one.recording.rows.height]
+        told[mine] = np.where(given > 0, given, told[mine])
+        exact[mine] |= given > 0
+    if not (np.array_equal(told, rows["size_bytes"].fill_null(0).to_numpy()) and exact.all()):
+        tables["allocations"] = rows.with_columns(pl.Series("size_bytes", told), pl.Series("size_exact", exact))
     meta |= _counted({str(one.recording.key[1]): one.model for one in followed}) | {"refused": {"requests": 0, "bytes": 0}}
     meta["limit_bytes"] = followed[0].limit_bytes
     return Capture.build(tables, lazy, **meta)

@@ -52,7 +52,7 @@ def what_if(
 
     Returns
     -------
-    One row a configuration and device: ``conf device rank peak_reserved_low_bytes peak_reserved_high_bytes`` (over several orders
+    One row a configuration and device: ``conf device rank peak_reserved_low_bytes peak_reserved_high_bytes`` (over three to five orders
     of segment addresses, on which ties of the best fit hang; one number twice where they can't matter or are recorded)
     ``peak_allocated_low_bytes peak_allocated_high_bytes ooms ooms_high`` (least and most) ``retries device_calls segments``
     (of the first order) ``refused_bytes recorded`` (the setting that it was recorded with) ``runs origin``: ``measured`` where the row is the
@@ -78,22 +78,27 @@ def what_if(
             if confs is None and one.settings.text not in texts:
                 texts.insert(0, one.settings.text)
             settings = [parse(text, one.torch) for text in texts]
-            rows += pool.map(lambda s, one=one, requests=requests: _row(one, requests, s, limit, capacity), settings)
+            runs = len(settings) * len(_POLICIES)
+            rows += pool.map(lambda s, one=one, requests=requests, runs=runs: _row(one, requests, s, limit, capacity, runs), settings)
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
-def _row(one: Followed, requests: Requests, settings: Settings, limit: int | None, capacity: int | None) -> dict[str, Any]:
+def _row(one: Followed, requests: Requests, settings: Settings, limit: int | None, capacity: int | None, runs: int) -> dict[str, Any]:
     bound = _limit(one, limit, settings.per_process_memory_fraction, capacity)
     recorded = _alike(settings, one.settings) and (bound is None or bound == one.limit_bytes) and capacity is None
     if recorded and one.exact and one.recording.starts_empty:
         return _summed(one, settings, [one.model.m], True, "measured")
     made = []
     for policy in _POLICIES:
-        served = serve(requests, settings, torch=one.torch, limit_bytes=bound, capacity_bytes=capacity, policy=policy)
+        served = serve(requests, settings, torch=one.torch, limit_bytes=bound, capacity_bytes=capacity, policy=policy, runs=runs)
         made.append(served.model.m)
-        if not served.tied:
+        if not served.tied or (len(made) == 3 and len({_outcome(m) for m in made}) == 1):
             break
     return _summed(one, settings, made, recorded, "replayed")
+
+
+def _outcome(m: Any) -> tuple[int, ...]:
+    return tuple(int(m[at]) for at in (M.RESERVED_BYTES + 1, M.ALLOCATED_BYTES + 1, M.OOMS, M.RETRIES))
 
 
 def _alike(a: Settings, b: Settings) -> bool:
