@@ -8,6 +8,8 @@ otherwise clocks tell. Backward's threads carry no note and need none: what has 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import threading
 import time
@@ -93,7 +95,11 @@ class Observer:
         self._patch(core, "_remove_obj_from_tls", self._removing)
         if self.note is not None:
             self._patch(core, "_cuda_setMemoryMetadata", self._users_note)
-        self._patch(sys.modules["torch.nn.modules.module"], "_has_any_global_hook", lambda _: self._others_hook)
+        for name in ("torch.nn.modules.module", "torch._dynamo.eval_frame"):
+            self._patch(sys.modules.get(name), "_has_any_global_hook", lambda _: self._others_hook)
+        self._meet_compiler()
+        if self._compile_callbacks is None:
+            self._patch(self.torch, "compile", self._compiling)
         tags.listeners.append(self)
         for ref in list(_known_roots.values()):
             if (root := ref()) is not None:
@@ -142,8 +148,11 @@ class Observer:
         ]
 
     def _unhook_modules(self) -> None:
+        modules: Any = sys.modules["torch.nn.modules.module"]
         for handle in self._module_handles:
             handle.remove()
+            for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
+                getattr(modules, name, {}).pop(handle.id, None)  # torch forgets the first
         self._module_handles = []
 
     def _others_hook(self) -> bool:
@@ -167,6 +176,18 @@ class Observer:
             self._compile_callbacks = (begin, end)
         except AttributeError:  # an older torch
             return
+
+    def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.compile`` loads the compiler; from then on we hear when it is at work."""
+
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001 - torch's name
+            if self._open:
+                importlib.import_module("torch._dynamo")
+                self._meet_compiler()
+            return original(*args, **kwargs)
+
+        return compile
 
     def _forget_compiler(self) -> None:
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
@@ -247,8 +268,6 @@ class Observer:
         return module if root is None else root
 
     def _enter_root(self, here: _Thread, module: Any) -> None:
-        if "torch._dynamo.callback" in sys.modules and self._compile_callbacks is None:
-            self._meet_compiler()
         self._settle(here)
         here.before.append((here.phase, here.group))
         in_backward = self.torch._C._current_graph_task_id() != -1
@@ -499,13 +518,13 @@ class Observer:
 
     def _note_grads(self, moment: int, optimizer: Any = None) -> None:
         """Gradients where they are now: of the optimizer's parameters, or of all that are known."""
+        self._fresh_grads = False
         if optimizer is None:
-            self._fresh_grads = False
             found: list[tuple[Any, str | None]] = [(p, layer) for ref, layer in self._parameters if (p := ref()) is not None]
         else:
             found = [(p, self._layer_for(p)) for group in optimizer.param_groups for p in group["params"]]
         for parameter, layer in found:
-            grad = parameter.grad if parameter.requires_grad or parameter.is_leaf else None
+            grad = parameter.grad if parameter.is_leaf else None  # torch warns of others
             if grad is not None:
                 self._own(moment, grad, "gradients", "storage", layer, None)
 

@@ -12,23 +12,22 @@ _DEPTH, _MOST = 5, 20_000  # how deep containers are looked into, and how many t
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
-def addresses(tensor: Any, device_type: str, depth: int = 0) -> Iterator[tuple[int | None, int]]:
+def addresses(tensor: Any, device_type: str, depth: int = 0) -> list[tuple[int | None, int]]:
     """Device and address of the storage of a tensor; of a wrapper's inner tensors. Nothing is synchronised, no storage object is made."""
     try:
         if hasattr(tensor, "__tensor_flatten__") and depth < 3:
             names, _ = tensor.__tensor_flatten__()
-            for name in names:
-                yield from addresses(getattr(tensor, name), device_type, depth + 1)
-            return
+            return [found for name in names for found in addresses(getattr(tensor, name), device_type, depth + 1)]
         device = tensor.device
         if device.type != device_type:
-            return
+            return []
         # a gradient's storage is left alone: with a Python object it would count as shared
-        at = tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
-        if at > 0:
-            yield (device.index if device_type != "cpu" else None), at
+        at = tensor.data_ptr()
+        if offset := tensor.storage_offset():
+            at -= offset * tensor.element_size()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # fake, lazy, functional and sparse tensors have no address
-        return
+        return []
+    return [(device.index if device_type != "cpu" else None, at)] if at > 0 else []
 
 
 def of_module(root: Any, paths: dict[int, str]) -> Iterator[tuple[Any, str, str, str]]:
