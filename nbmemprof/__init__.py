@@ -90,8 +90,8 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.capture import load as load
     from nbmemprof.errors import NbmemprofError as NbmemprofError
     from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
-    from nbmemprof.memory_stats import stats as stats
     from nbmemprof.holding import holders as holders
+    from nbmemprof.memory_stats import stats as stats
     from nbmemprof.patterns import BufferPool as BufferPool
     from nbmemprof.patterns import LeakTracker as LeakTracker
     from nbmemprof.patterns import assert_no_growth as assert_no_growth

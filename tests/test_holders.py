@@ -225,7 +225,6 @@ def of(frame: pl.DataFrame, kib: int) -> dict:
     return rows[0]
 
 
-@pytest.mark.cost(4)
 @pytest.mark.parametrize("kib", EXPECTED)
 def test_each_holder_is_named_by_its_chain(seen, kib):
     row = of(seen[0], kib)
@@ -283,7 +282,7 @@ def test_each_storage_is_counted_once(seen):
     assert grouped(frame)["size_bytes"].sum() == frame["counted_bytes"].sum()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_a_look_keeps_nothing_alive():
     space = {"a": own(41), "b": [own(42)], "c": graph(43), "d": Loud(own(44)), "g": numbers(own(45))}
     next(space["g"])
@@ -307,7 +306,7 @@ def test_a_look_keeps_nothing_alive():
     assert [r() for r in refs] == [None] * len(refs)
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_locals_that_someone_asked_for_stay():
     def asked():
         mine, tensor = locals(), own(1)
@@ -319,7 +318,7 @@ def test_locals_that_someone_asked_for_stay():
 
 
 # ---------------------------------------------------------------------- what people meet
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_a_graph_kept_by_a_running_sum():
     with mp.record("torch_cpu") as rec:
         net, total = leaky.evaluate()
@@ -332,7 +331,7 @@ def test_a_graph_kept_by_a_running_sum():
     assert dict(sites.iter_rows()) == {leaky.line("graph"): 128 * 1024 * 4 + 128 * 4, leaky.line("input"): 128 * 256 * 4}
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_a_hook_registered_again_at_each_run():
     from nbmemprof.holding import look
 
@@ -352,7 +351,7 @@ def test_a_hook_registered_again_at_each_run():
     leaky.PROBED[1]._forward_hooks.clear()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_a_failed_call_keeps_its_frames(monkeypatch):
     try:
         leaky.fail()
@@ -368,7 +367,7 @@ def test_a_failed_call_keeps_its_frames(monkeypatch):
     assert "work in _inner (leaky.py:" in text
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_an_exception_being_handled_keeps_its_frames():
     try:
         leaky.fail()
@@ -378,7 +377,7 @@ def test_an_exception_being_handled_keeps_its_frames():
     assert "leave the except block" in frame["advice"][0]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_a_cache_on_a_method():
     leaky.folds()
     row = mp.holders({}, device="cpu", by="holder").filter(pl.col("kind") == "lru_cache").row(0, named=True)
@@ -388,7 +387,7 @@ def test_a_cache_on_a_method():
     leaky.Scorer.mask.cache_clear()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_a_slice_keeps_its_storage():
     leaky.BEST.clear()
     with mp.record("torch_cpu") as rec:
@@ -400,7 +399,7 @@ def test_a_slice_keeps_its_storage():
     leaky.BEST.clear()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_an_optimizers_state_is_its_own_and_the_weights_are_the_models():
     net, opt = leaky.train()
     frame = mp.holders({"opt": opt, "net": net}, device="cpu", by="holder")
@@ -410,7 +409,7 @@ def test_an_optimizers_state_is_its_own_and_the_weights_are_the_models():
     assert rows["opt.state[…][…]"] == 2 * weights + 4 * 4
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_state_that_exists_after_the_first_step():
     step = leaky.make_trainer()
     step(4)
@@ -419,7 +418,7 @@ def test_state_that_exists_after_the_first_step():
 
 
 # ---------------------------------------------------------------------- the search itself
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_the_shortest_chain_wins_on_any_graph():
     """Against a plain search over the same objects, wide and narrow parts alike."""
     rng = np.random.default_rng(3)
@@ -454,7 +453,7 @@ def test_the_shortest_chain_wins_on_any_graph():
     assert depth(objects.index.one(last)) == depths[id(nodes[-1])] + 30_001
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_frozen_objects_are_found():
     space = {"frozen": [own(47)]}
     gc.collect()
@@ -465,7 +464,7 @@ def test_frozen_objects_are_found():
         gc.unfreeze()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_an_address_that_is_none_of_ours_has_no_number():
     objects = _objects.take()
     assert objects.index.one(1 << 20) == -1
@@ -478,7 +477,7 @@ def test_what_can_not_be_asked_is_refused(options, text):
         mp.holders({}, **options)
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.8)
 def test_other_devices_have_their_own_rows():
     frame = mp.holders({"x": torch.empty(5, device="meta")}, device=0)
     assert frame.is_empty()

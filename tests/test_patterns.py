@@ -39,6 +39,7 @@ def test_temporary_tells_what_stayed_by_size_and_line():
         torch.empty(64 * KIB, dtype=torch.uint8)
 
 
+@pytest.mark.cost(0.5)
 def test_temporary_can_allow_and_can_warn():
     kept = []
     with mp.temporary(tolerance_bytes=8 * KIB):
@@ -57,6 +58,7 @@ def test_temporary_leaves_the_blocks_own_error_alone():
         raise KeyError("mine")
 
 
+@pytest.mark.cost(0.5)
 def test_temporary_collects_cycles_first():
     gc.disable()
     try:
@@ -86,6 +88,7 @@ def test_growth_fails_with_bytes_a_call_and_the_line():
     mp.assert_no_growth(leak, repeats=2, warmup=0, tolerance_bytes=140 * KIB)
 
 
+@pytest.mark.cost(0.5)
 def test_a_graph_without_python_objects_is_growth_too():
     total = torch.zeros(())
     weight = torch.ones(256, 256, requires_grad=True)
@@ -154,6 +157,7 @@ def test_an_error_in_the_function_is_the_functions():
         mp.assert_no_growth(broken)
 
 
+@pytest.mark.cost(0.5)
 def test_the_tracker_knows_growth_by_label_and_leaves_the_first_steps_out():
     kept, cache = [], {}
     with mp.LeakTracker() as tracker:

@@ -71,12 +71,15 @@ def replaced(capture: Capture, before: Mapping[int, str], after: Mapping[int, st
         return []
     from nbmemprof.analyses._moment import live_at
 
-    still = set(after.values())
+    new = capture.allocations.filter(~pl.col("at_start") & pl.col("free_seq").is_null() & pl.col("addr").is_in(list(after)))
+    made: dict[str, int] = {}  # when a name's new value began
+    for addr, seq in new.select("addr", "alloc_seq").iter_rows():
+        made[after[addr]] = min(seq, made.get(after[addr], seq))
     old = live_at(capture, "peak").filter(pl.col("at_start") & pl.col("free_seq").is_not_null() & pl.col("addr").is_in(list(before)))
     sizes: dict[str, int] = {}
-    for addr, size in old.select("addr", "size_bytes").iter_rows():
+    for addr, size, freed in old.select("addr", "size_bytes", "free_seq").iter_rows():
         name = before[addr]
-        if name in still and after.get(addr) != name:
+        if name in made and made[name] < freed:
             sizes[name] = sizes.get(name, 0) + size
     return [{"name": name, "size_bytes": size} for name, size in sorted(sizes.items(), key=lambda row: -row[1])]
 
