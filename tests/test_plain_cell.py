@@ -230,7 +230,7 @@ def test_a_cell_that_imports_torch_is_recorded_from_there(with_torch):
 
 def test_a_cell_in_which_nothing_happens_knows_its_peak(with_torch):
     (report,) = outputs(with_torch, "%%memprof\nnothing")
-    assert report.data["text/plain"].startswith("CPU: peak 4 MiB · kept 0 B")
+    assert report.data["text/plain"].startswith("CPU: peak 4 MiB · nothing was allocated or freed in this cell · kept 0 B")
 
 
 def test_auto_prints_only_where_memory_changed(with_torch):
@@ -255,4 +255,4 @@ def test_a_picture_needs_no_recording(with_torch):
     size, _, wrapped = text_of(outputs(with_torch, "print(mp.snapshot")[0]).strip().partition(" ")
     assert int(size) >= 9 << 20
     assert wrapped == "False"
-    assert "live at the end" in outputs(with_torch, "mp.snapshot()")[0].data["text/plain"]
+    assert "9 MiB live, peak unknown" in outputs(with_torch, "mp.snapshot()")[0].data["text/plain"]
