@@ -355,7 +355,7 @@ class _Process:
     def row(self) -> dict[str, Any]:
         """Its row in ``runs``."""
         top, last = self.highest(), {key: float(series.rows["last"][-1]) for key, series in self.thinned.items() if len(series)}
-        last |= {("steps", "steps"): float(series.rows["steps"][-1]) for series in self.thinned.values() if len(series)}
+        last["steps", "steps"] = max((float(series.rows["steps"][-1]) for series in self.thinned.values() if len(series)), default=0.0)
         for device, gauge, value in self._long.group_by("device", "gauge", maintain_order=True).agg(pl.col("value").last()).iter_rows():
             last[device, gauge] = value
         device = min((d for d, _ in last if d.isdigit()), default="host")

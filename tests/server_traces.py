@@ -70,11 +70,19 @@ class Truth:
 
     leaked: float = 0.0
     requests: int = 0
-    live: float = field(default=0.0, repr=False)
+    marks: list[tuple[int, int, float]] = field(default_factory=list, repr=False)  # process, requests begun in it, leaked in all
 
     @property
     def slope(self) -> float:
         return self.leaked / max(self.requests, 1)
+
+    @property
+    def judged_slope(self) -> float:
+        """Of the later half of each longer process: what a trend that leaves the warm-up out can know."""
+        parts = {p: np.asarray([(n, b) for q, n, b in self.marks if q == p]) for p in {mark[0] for mark in self.marks}}
+        longest = max(rows[-1, 0] for rows in parts.values())
+        later = [rows[rows[:, 0] >= rows[-1, 0] / 2] for rows in parts.values() if 4 * rows[-1, 0] >= longest]
+        return float(sum(rows[-1, 1] - rows[0, 1] for rows in later) / sum(rows[-1, 0] - rows[0, 0] for rows in later))
 
 
 def leak_free(seed: int, events: int = 200_000) -> Plan:
@@ -116,6 +124,7 @@ def chunks(plan: Plan, truth: Truth | None = None, size: int = 100_000) -> Itera
             kept = _kept(rng, plan, taken)
             truth.leaked += float(kept.sum())
             truth.requests += many
+            truth.marks.append((process, begun + many, truth.leaked))
             number = begun + np.arange(1, many + 1)
             in_caches = sum((c.bytes_after(number) for c in plan.caches), np.zeros(many))
             grown = np.diff(in_caches, prepend=cached)
@@ -164,23 +173,22 @@ class Followed:
     events: int = 0
 
 
-def follow(plan: Plan, limit: float, looks: int = 100, confirm: int = 2) -> Followed:
+def follow(plan: Plan, limit: float, looks: int = 100) -> Followed:
     """Feed a server to the tracker of ``mp.watch`` and judge it ``looks`` times on the way, as a watch does."""
-    series, truth, live, row = Series(plan.days * DAY_S / 20_000), Truth(), 0.0, 0
+    series, truth, live = Series(plan.days * DAY_S / 20_000), Truth(), 0.0
     found = Followed(Trend("unknown"), truth)
     for chunk in chunks(plan, truth, max(plan.requests // looks, 1)):
         if chunk.restart:
             series.restart()
-            live, row = 0.0, 0
+            live = 0.0
         values = live + np.cumsum(chunk.change)
         live = float(values[-1])
         found.events += len(values)
         series.extend(chunk.time_s, values, chunk.requests)
         trend = judge(series, limit)
-        row = row + 1 if trend.in_sight else 0
         if trend and found.growing_requests is None:
             found.growing_requests = truth.requests
-        if row >= confirm and found.alarm is None:
+        if trend.in_sight and found.alarm is None:
             found.alarm, found.alarm_requests = trend, truth.requests
     found.slope = judge(series, limit, last_epoch=False)
     return found

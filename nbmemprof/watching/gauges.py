@@ -21,7 +21,8 @@ _NO_LIMIT = 1 << 60
 def rss_bytes() -> int | None:
     """Memory of this process on the host now."""
     try:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * _PAGE
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - half the time of Path.read_bytes, many times a second
+            return int(file.read(256).split()[1]) * _PAGE
     except (OSError, ValueError, IndexError):
         return None
 

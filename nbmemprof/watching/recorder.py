@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import platform
 import socket
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.units import format_bytes, format_count, parse_bytes
@@ -30,9 +33,9 @@ __all__ = ["Alarm", "Watch", "watch"]
 
 _JUDGED = {gauges.HOST: "rss_bytes"}  # on a device: what is allocated
 _ON_DEVICE = "allocated_bytes"
-_COST = 0.01  # of one core; the pauses are made long enough
+_COST = {"read": 0.005, "judge": 0.003, "sites": 0.002}  # of one core; the pauses are made long enough
 _MOST_GAUGES, _MOST_LABELS, _MOST_NOTES, _MOST_SITES = 64, 256, 500, 40
-_CONFIRM = 2  # judgements in a row
+_FRESH = 64
 _log = logging.getLogger("nbmemprof.watch")
 _alive: weakref.WeakSet[Watch] = weakref.WeakSet()
 
@@ -75,14 +78,13 @@ class Watch:
         self._labels: dict[str, float] = {}
         self._own: dict[str, tuple[float, float | None]] = {}
         self._series: dict[tuple[str, str], Series] = {}
+        self._fresh: list[tuple[float, float, gauges.Readings]] = []  # not in the series yet
         self._notes: list[dict[str, Any]] = []
         self._raised: dict[str, float] = {}
-        self._row: dict[str, int] = {}
         self._sites: dict[tuple[str, str], list[float]] = {}
-        self._lock, self._done = threading.Lock(), threading.Event()
-        self._writing = threading.Lock()
+        self._lock, self._writing, self._settling = threading.Lock(), threading.Lock(), threading.Lock()
+        self._done = threading.Event()
         self._pid, self._unix, self._begin = os.getpid(), time.time(), time.monotonic()
-        self._judged_s = self._sites_s = 0.0
         self._recording: Any = None
         self.name = f"{int(self._unix * 1000):013d}-{socket.gethostname()[:40].replace('.', '-')}-{self._pid}"
         self._head = self._about()
@@ -95,7 +97,7 @@ class Watch:
             from nbmemprof.recording import record
 
             self._recording = record(stacks="python", ring_bytes=64 << 20).start()
-        self._read(time.monotonic())
+        self._read(time.monotonic() - self._begin)
         self._thread = threading.Thread(target=self._run, name="nbmemprof-watch", daemon=True)
         self._thread.start()
         _alive.add(self)
@@ -133,6 +135,7 @@ class Watch:
 
     def trends(self) -> dict[tuple[str, str], Trend]:
         """The trend of each judged series now; key: device ("host", "0") and gauge."""
+        self._settle()
         limits = gauges.limits(*self._wanted)
         with self._lock:
             limits_of_own = {name: limit for name, (_, limit) in self._own.items()}
@@ -154,9 +157,9 @@ class Watch:
         if self._thread is not threading.current_thread():
             self._thread.join()
         try:
-            self._read(time.monotonic())
+            self._read(time.monotonic() - self._begin)
             if self._recording is not None:
-                self._look_at_sites(time.monotonic() - self._begin)
+                self._look_at_sites(self._now())
             with self._writing:
                 self._store.append({"k": "end", "t": self._now(), "cost_s": round(self.cost_s, 4), "steps": self._steps}, sync=True)
                 self._store.close()
@@ -175,7 +178,7 @@ class Watch:
         self.stop()
 
     def _abandon(self) -> None:
-        self._lock, self._done, self._writing = threading.Lock(), threading.Event(), threading.Lock()  # their owner may be a thread that is not here
+        self._lock, self._writing, self._settling, self._done = threading.Lock(), threading.Lock(), threading.Lock(), threading.Event()  # their owner may be a thread that is not here
         self._done.set()
         self._store.abandon()
 
@@ -189,60 +192,64 @@ class Watch:
 
     def _state(self) -> dict[str, Any]:
         """What stands for the segments that went."""
+        self._settle()
         series = [[device, gauge, made.dump()] for (device, gauge), made in self._series.items()]
         return {"head": self._head, "series": series, "notes": self._notes, "cost_s": self.cost_s}
 
     # ------------------------------------------------------------------ the thread
     def _run(self) -> None:
-        pause, failures = self.interval_s, 0
-        while not self._done.wait(pause):
-            began, spent = time.monotonic(), time.thread_time()
+        _warm_up()
+        self.cost_s += time.thread_time()
+        failures, due = 0, {"read": self.interval_s, "judge": 10 * self.interval_s, "sites": self._stacks_every_s if self._recording is not None else math.inf}
+        work = {"read": self._read, "judge": self._judge, "sites": self._look_at_sites}
+        while not self._done.wait(max(min(due.values()) - (time.monotonic() - self._begin), 0.0005)):
+            since = time.monotonic() - self._begin
+            what = min(due, key=lambda name: due[name])
+            spent = time.thread_time()
             try:
-                self._round(began)
+                work[what](since)
                 failures = 0
             except Exception as error:  # the program goes on without it
                 failures += 1
                 if failures == 3:
-                    _log.warning("nbmemprof: the watch on %s reads no more (%s: %s)", self.folder, type(error).__name__, error)
+                    _log.warning("nbmemprof: the watch on %s can't %s (%s: %s)", self.folder, what, type(error).__name__, error)
                 if failures > 100:
                     return
             spent = time.thread_time() - spent
             self.cost_s += spent
-            # pauses are made so long that it stays within its share of a core
-            pause = max(self.interval_s - (time.monotonic() - began), spent / _COST - spent, 0.001)
-
-    def _round(self, now: float) -> None:
-        self._read(now)
-        since = now - self._begin
-        if since - self._judged_s >= max(10 * self.interval_s, since / 500):
-            self._judged_s = since
-            self._judge()
-        if self._recording is not None and since - self._sites_s >= self._stacks_every_s:
-            self._sites_s = since
-            self._look_at_sites(since)
+            usual = {"read": self.interval_s, "judge": max(10 * self.interval_s, since / 500), "sites": self._stacks_every_s}[what]
+            due[what] = since + max(usual, spent / _COST[what])  # pauses so long that each stays within its share of a core
 
     def _now(self) -> float:
         return round(time.monotonic() - self._begin, 4)
 
-    def _read(self, now: float) -> None:
+    def _read(self, since: float) -> None:
         found = gauges.read()
         with self._lock:
             steps, labels = self._steps, dict(self._labels)
             own = {name: value for name, (value, _) in self._own.items()}
         if own:
             found["own"] = own
-        since = round(now - self._begin, 4)
-        for device, row in found.items():
-            for gauge, value in row.items():
-                key = (device, gauge)
-                if key not in self._series:
-                    self._series[key] = Series(self.interval_s)
-                self._series[key].add(since, value, steps)
+        since = round(since, 4)
+        self._fresh.append((since, steps, found))
+        if len(self._fresh) >= _FRESH:
+            self._settle()
         record: dict[str, Any] = {"k": "s", "t": since, "n": steps, "g": {d: {n: _plain(v) for n, v in row.items()} for d, row in found.items()}}
         if labels:
             record["l"] = {name: _plain(value) for name, value in labels.items()}
         with self._writing:
             self._store.append(record)
+
+    def _settle(self) -> None:
+        """Put fresh readings into their series: many at a time cost what one does."""
+        with self._settling:
+            fresh, self._fresh = self._fresh, []
+            keys = dict.fromkeys((device, gauge) for _, _, found in fresh for device, row in found.items() for gauge in row)
+            for device, gauge in keys:
+                rows = [(since, row[gauge], steps) for since, steps, found in fresh if (row := found.get(device)) is not None and gauge in row]
+                if (device, gauge) not in self._series:
+                    self._series[device, gauge] = Series(self.interval_s)
+                self._series[device, gauge].extend(*np.asarray(rows, np.float64).T)
 
     def _note(self, record: dict[str, Any], *, sync: bool = False) -> None:
         whole = {"t": self._now()} | record
@@ -253,11 +260,10 @@ class Watch:
             self._store.append(whole, sync=sync)
 
     # ------------------------------------------------------------------ the alarm
-    def _judge(self) -> None:
+    def _judge(self, since: float = 0.0) -> None:
         for (device, gauge), trend in self.trends().items():
             key = f"{device}/{gauge}"
-            self._row[key] = self._row.get(key, 0) + 1 if trend.in_sight else 0
-            if self._row[key] < _CONFIRM or trend.lead_s is None or trend.limit_bytes is None:
+            if not trend.in_sight or trend.lead_s is None or trend.limit_bytes is None:
                 continue
             # told again when only half of that time is left
             if key in self._raised and (trend.lead_s > self._raised[key] / 2 or self._raised[key] == 0):
@@ -292,15 +298,24 @@ class Watch:
         if look.capture is None:
             return
         rows = live_sites(look.capture)
-        for device, site, size, _ in rows:
-            first = self._sites.setdefault((device, site), [size, size])
-            first[1] = size
+        opening = not self._sites
+        for held in self._sites.values():
+            held[1] = 0.0
+        for device, site, size, _ in rows[:_MOST_SITES]:
+            self._sites.setdefault((device, site), [size if opening else 0.0, size])[1] = size
         with self._writing:
             self._store.append({"k": "sites", "t": round(since, 4), "n": self._steps, "s": rows[:_MOST_SITES], "of": len(rows)})
 
     def _grown_sites(self) -> list[tuple[str, float]]:
         grown = sorted(((site, last - first) for (_, site), (first, last) in self._sites.items() if last > first), key=lambda row: -row[1])
         return grown[:3]
+
+
+def _warm_up() -> None:
+    """A first judgement loads LAPACK (10 ms); the pauses are to follow what the later ones cost."""
+    made, count = Series(), np.arange(64.0)
+    made.extend(count, count**2, count * 2)
+    judge(made, 1e6)
 
 
 def _sentence(device: str, gauge: str, trend: Trend, sites: list[tuple[str, float]]) -> str:

@@ -173,26 +173,34 @@ def _slope(parts: list[_Part], blocks: int) -> tuple[float, float]:
     if np.ptp(load) > 0.1 * np.abs(load).mean():
         columns.append(load / np.abs(load).max())
     matrix, target, weight = np.stack(columns, axis=1), (y - offset) / scale, np.ones(len(y))
-    for _ in range(8):
-        found = _solve(matrix.T @ (matrix * weight[:, None]), matrix.T @ (target * weight))
+    number = np.concatenate([np.arange(len(part.x)) * blocks // len(part.x) for part in parts])
+    order = np.argsort(number, kind="stable")
+    matrix, target, begin = matrix[order], target[order], np.unique(number[order], return_index=True)[1]
+    blocks = len(begin)  # short parts leave some out
+    for _ in range(6):
+        weighed = matrix * weight[:, None]
+        found = _solve(weighed.T @ matrix, weighed.T @ target)
         rest = np.abs(target - matrix @ found)
         typical = 1.4826 * float(np.median(rest))
         if typical < 1e-9:
             break
-        weight = np.minimum(1.0, 1.345 * typical / np.maximum(rest, 1e-12))
-    number = np.concatenate([np.arange(len(part.x)) * blocks // len(part.x) for part in parts])
+        before, weight = weight, np.minimum(1.0, 1.345 * typical / np.maximum(rest, 1e-12))
+        if float(np.abs(weight - before).max()) < 0.02:
+            break
     weighed = matrix * weight[:, None]
-    squares = np.stack([matrix[number == b].T @ weighed[number == b] for b in range(blocks)])
-    products = np.stack([weighed[number == b].T @ target[number == b] for b in range(blocks)])
+    squares = np.add.reduceat(weighed[:, :, None] * matrix[:, None, :], begin)
+    products = np.add.reduceat(weighed * target[:, None], begin)
+    without = _solve(squares.sum(axis=0) - squares, products.sum(axis=0) - products)[:, 0]
     whole = _solve(squares.sum(axis=0), products.sum(axis=0))[0]
-    without = np.asarray([_solve(squares.sum(axis=0) - squares[b], products.sum(axis=0) - products[b])[0] for b in range(blocks)])
     error = math.sqrt((blocks - 1) / blocks * float(((without - without.mean()) ** 2).sum()))
     return float(whole) * scale / span, error * scale / span
 
 
 def _solve(squares: Array, products: Array) -> Array:
-    small = 1e-12 * max(float(np.trace(squares)), 1e-12)  # columns that say the same share their weight
-    found: Array = np.linalg.solve(squares + small * np.eye(len(squares)), products)
+    """Normal equations, one set or many; columns that say the same share their weight."""
+    many = squares.shape[-1]
+    small = 1e-12 * np.maximum(np.trace(squares, axis1=-2, axis2=-1), 1e-12)
+    found: Array = np.linalg.solve(squares + np.multiply.outer(small, np.eye(many)), products[..., None])[..., 0]
     return found
 
 
