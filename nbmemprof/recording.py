@@ -51,6 +51,8 @@ class Recording:
     """
 
     def __init__(self, source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, **options: Any) -> None:
+        if words := options.pop("as_device", None) or options.pop("as", None):  # the latter is how the magic's line says it
+            source = _virtual(source, words)
         if isinstance(source, str):
             if source != "auto":
                 sources.find(source)
@@ -82,7 +84,8 @@ class Recording:
         self._opened = self._began = time.perf_counter()
         try:
             with _lock:
-                if isinstance(self.source, str) and not _torch_import.is_here() and (self.source == "auto" or self.source.startswith("torch_")):
+                late = (self.source == "auto" or self.source.startswith("torch_")) if isinstance(self.source, str) else getattr(self.source, "needs_torch", False)
+                if late and not _torch_import.is_here():
                     _torch_import.when_imported(self._begin_late)
                 else:
                     self._begin()
@@ -218,6 +221,8 @@ def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | st
         Bound of the history kept while recording; bytes or text like ``"512MiB"``.
     title
         A short name for the capture.
+    options
+        ``as_device="H200:8GiB"`` puts CPU tensors on a modelled GPU (see :mod:`nbmemprof.sources.virtual`); others go to the source.
 
     Returns
     -------
@@ -233,6 +238,14 @@ def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | st
 
 
 # ---------------------------------------------------------------------- which source
+def _virtual(source: Any, words: str) -> Any:
+    from nbmemprof.sources import virtual
+
+    if source not in ("auto", "torch_cpu"):
+        raise NbmemprofError(f"as_device={words!r} takes the CPU tensors of this process; it can't be combined with source={source!r}. Leave one of the two out.")
+    return virtual.VirtualDevice(words)
+
+
 def _nothing() -> Capture:
     return Capture.build({}, source="none", origin="measured")
 

@@ -31,16 +31,16 @@ ALLOWED = {
     "heap": GROUND | {"allocator"},
     "allocator": GROUND | {"allocator"},
     "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
-    "sources": GROUND | {"sources", "flags"},
+    "sources": GROUND | {"allocator", "sources", "flags"},  # the virtual device is the model
     "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
-    "views": GROUND | {"analyses", "views"},
+    "views": GROUND | {"allocator", "analyses", "views"},
     "memory_stats": {"errors", "units", "_optional", "schema"},
     "recording": GROUND | {"sources", "flags"},
     "holding": GROUND | {"holding", "sources", "analyses"},
     "patterns": GROUND | {"recording", "analyses"},
     "watching": GROUND | {"watching", "recording", "analyses"},
     "runs": GROUND | {"watching", "analyses"},
-    "verbs": GROUND | {"verbs", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
+    "verbs": GROUND | {"verbs", "allocator", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
     "magics": GROUND | {"holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
 }
 # A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
