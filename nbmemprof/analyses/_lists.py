@@ -40,7 +40,7 @@ def is_private() -> pl.Expr:
     return (pl.col("pool_id").cast(pl.String) != "0_0").fill_null(value=False)
 
 
-def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = None) -> pl.DataFrame:
+def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = None, divisions: list[int] | None = None) -> pl.DataFrame:
     """What lies in each free list?
 
     A hole never reaches over the end of its segment: mapped ranges of an expandable segment with a gap between them, and
@@ -65,6 +65,7 @@ def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = 
             waits=state == "active_pending_free",
             held=held,
             extra=(size - pl.col("requested_bytes")).clip(lower_bound=0),
+            slack=(size - _rounded(blocks, divisions)).clip(lower_bound=0),
         )
         .with_columns(back=pl.when(pl.col("is_expandable")).then(pages).when(pl.col("held")).then(0).otherwise(size))
     )
@@ -80,15 +81,34 @@ def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = 
         largest_free_bytes=pl.col("size_bytes").filter("free").max().fill_null(0),
         releasable_bytes=total("back", "free"),
         rounding_bytes=total("extra", "live"),
+        slack_bytes=total("slack", "live"),
         pieces=pl.col("size_bytes").filter("free"),
     )
     reserved = segments.group_by(LIST).agg(reserved_bytes=size.sum(), segments=pl.len().cast(pl.Int64))
-    return reserved.join(made, on=LIST, how="full", coalesce=True, nulls_equal=True).with_columns(
-        active_bytes=pl.col("allocated_bytes") + pl.col("pending_bytes"),
-        pinned_bytes=pl.col("free_bytes") - pl.col("releasable_bytes"),
-        ratio=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes")),
-        private=is_private(),
+    return (
+        reserved.join(made, on=LIST, how="full", coalesce=True, nulls_equal=True)
+        .with_columns(
+            active_bytes=pl.col("allocated_bytes") + pl.col("pending_bytes"),
+            pinned_bytes=pl.col("free_bytes") - pl.col("releasable_bytes"),
+            ratio=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes")),
+            private=is_private(),
+        )
+        .with_columns(
+            stranded_bytes=pl.when("private").then("free_bytes").otherwise(0),
+            largest_fit_bytes=_serves(pl.col("largest_free_bytes")),
+        )
     )
+
+
+def _rounded(blocks: pl.DataFrame, divisions: list[int] | None) -> pl.Series:
+    asked = blocks["requested_bytes"]
+    return pl.Series(rounding.round_sizes(asked.fill_null(0).to_numpy(), divisions)).set(asked.is_null(), None)
+
+
+def _serves(largest: pl.Expr) -> pl.Expr:
+    """The largest request that a list serves from its largest hole: the small pool serves up to 1 MiB, the large one more than that."""
+    small = pl.col("pool").cast(pl.String) == "small"
+    return pl.when(small).then(largest.clip(upper_bound=rounding.SMALL_SIZE)).when(largest > rounding.SMALL_SIZE).then(largest).otherwise(0)
 
 
 def settings_of(capture: Capture) -> tuple[str | None, list[int]]:

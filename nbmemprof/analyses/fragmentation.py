@@ -9,6 +9,7 @@ from nbmemprof import heap
 from nbmemprof.allocator import rounding
 from nbmemprof.analyses._lists import LIST, free_lists, pool_of, settings_of
 from nbmemprof.analyses._moment import peak_of
+from nbmemprof.analyses._pinning import by_list, pinning
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.units import parse_bytes
@@ -17,7 +18,7 @@ __all__ = ["fragmentation"]
 
 _COLUMNS = [
     *LIST, "private", "reserved_bytes", "active_bytes", "allocated_bytes", "pending_bytes", "free_bytes", "free_blocks", "largest_free_bytes",
-    "pinned_bytes", "releasable_bytes", "rounding_bytes", "ratio", "segments",
+    "pinned_bytes", "releasable_bytes", "stranded_bytes", "rounding_bytes", "slack_bytes", "ratio", "largest_fit_bytes", "segments", "pinned_by",
 ]  # fmt: skip
 
 
@@ -42,8 +43,10 @@ def fragmentation(capture: Capture | None = None, request_bytes: int | str | Non
     ``reserved_bytes``; ``active_bytes`` = ``allocated_bytes`` + ``pending_bytes``; ``free_bytes`` in ``free_blocks`` pieces, the
     largest ``largest_free_bytes``; ``releasable_bytes``: what ``empty_cache()`` would return (free segments; whole free pages of
     expandable ones; for a private pool: once nobody uses it), ``pinned_bytes``: the rest of the free bytes, held by blocks beside
-    them; ``rounding_bytes``: given beyond what was asked, in live blocks; ``ratio``: 1 − largest / free, external fragmentation,
-    null where nothing is free; ``segments``; with a request also ``rounded_bytes``, ``would_fit`` and ``unusable_bytes`` (free
+    them; ``stranded_bytes``: the free bytes where the pool is private, as nobody else may have them; ``rounding_bytes``: given beyond
+    what was asked, in live blocks, of which ``slack_bytes`` are ends of blocks that were not split off; ``ratio``: 1 − largest / free,
+    external fragmentation, null where nothing is free; ``largest_fit_bytes``: the largest request that this list serves now without new
+    memory (0: none); ``segments``; ``pinned_by``: the lines whose blocks hold most of the pinned bytes, in words (null: nothing pinned); with a request also ``rounded_bytes``, ``would_fit`` and ``unusable_bytes`` (free
     bytes in pieces too small for it, or in a list that may not serve it); ``origin``. Empty for host memory: it has no lists.
     """
     if capture is None:
@@ -51,7 +54,9 @@ def fragmentation(capture: Capture | None = None, request_bytes: int | str | Non
 
         capture = snapshot()
     conf, divisions = settings_of(capture)
-    lists = free_lists(*_picture(capture, at), conf)
+    segments, blocks = _picture(capture, at)
+    pins = by_list(pinning(segments, blocks, conf), capture.tables["stacks"])
+    lists = free_lists(segments, blocks, conf, divisions).join(pins, on=LIST, how="left", nulls_equal=True)
     columns = list(_COLUMNS)
     if request_bytes is not None:
         rounded = int(rounding.round_sizes(np.array([parse_bytes(request_bytes)], dtype=np.int64), divisions)[0])

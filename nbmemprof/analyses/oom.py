@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from nbmemprof import heap
+from nbmemprof.analyses._help import Help, settings_that_serve, site_to_free
 from nbmemprof.analyses._lists import free_lists, nominal_bytes, pool_of, settings_of
 from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
@@ -17,13 +18,15 @@ __all__ = ["oom"]
 _SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "device": pl.Int64, "rank": pl.Int64, "seq": pl.Int64, "time_us": pl.Float64, "requested_bytes": pl.Int64, "device_free_bytes": pl.Int64, "site": pl.String,
     "stack": pl.List(pl.String), "reason": pl.String, "would_help_bytes": pl.Int64, "free_bytes_in_list": pl.Int64, "largest_free_bytes": pl.Int64, "pending_bytes": pl.Int64,
-    "private_free_bytes": pl.Int64, "reserved_bytes": pl.Int64, "live_bytes": pl.Int64, "stack_id": pl.UInt32, "origin": pl.String,
+    "private_free_bytes": pl.Int64, "reserved_bytes": pl.Int64, "live_bytes": pl.Int64, "free_blocks": pl.Int64, "ratio": pl.Float64,
+    "releasable_bytes": pl.Int64, "fits_if_adjacent": pl.Boolean, "free_site": pl.String, "free_site_bytes": pl.Int64, "setting": pl.String, "help": pl.String,
+    "stack_id": pl.UInt32, "origin": pl.String,
 }  # fmt: skip
 _EXPLAINED = 100  # of more refusals, the first and the last fifty: each needs the heap as it was
 _BLOCKS_LOOKED_AT = 200_000  # over all refusals; beyond it the nearest hole is not looked for
 
 
-def oom(capture: Capture) -> pl.DataFrame:
+def oom(capture: Capture, replay: bool = False) -> pl.DataFrame:
     """Why was a request refused, and what would have let it through?
 
     The heap as it was at the refusal: what lay free in the list that serves the request, in which pieces, what waited for
@@ -33,6 +36,9 @@ def oom(capture: Capture) -> pl.DataFrame:
     ----------
     capture
         Any capture with a trace.
+    replay
+        Whether to put the requests through the allocator's model under other settings, which takes a second or so: only where
+        the model gives the recorded addresses, and for at most 300,000 events.
 
     Returns
     -------
@@ -41,7 +47,10 @@ def oom(capture: Capture) -> pl.DataFrame:
     ``would_help_bytes``: the fewest live or pending bytes to give back that would have made room, as one piece beside a hole or as
     new memory from the device (null: can't be told); ``free_bytes_in_list``, ``largest_free_bytes`` and ``pending_bytes`` of the
     list that serves it; ``private_free_bytes``: free in private pools, no use to it; ``reserved_bytes`` and ``live_bytes`` of the
-    device; ``stack_id``; ``origin``. Of more than a hundred refusals the first and last fifty are explained; the others have null
+    device; ``free_blocks`` pieces and ``ratio`` (1 − largest / free) of that list; ``releasable_bytes``: what ``empty_cache()`` would have
+    given back then; ``fits_if_adjacent``: the pieces would do if they lay side by side; ``free_site`` and ``free_site_bytes``: the line
+    that holds least of those whose blocks alone would have made room (null: none); ``setting``: that under which every request is
+    served (null: not replayed, or none); ``help``: all that in a sentence; ``stack_id``; ``origin``. Of more than a hundred refusals the first and last fifty are explained; the others have null
     in what would need the heap at their time, and a ``reason`` that says so.
     """
     refusals = capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
@@ -51,6 +60,7 @@ def oom(capture: Capture) -> pl.DataFrame:
     sites = _sites(capture.tables["stacks"], refusals.get_column("stack_id"))
     budget = _BLOCKS_LOOKED_AT
     rows = []
+    served = settings_that_serve(capture) if replay else {}
     for place, event in enumerate(refusals.join(marks, on="seq", how="left", maintain_order="left").iter_rows(named=True)):
         explained = min(place, refusals.height - 1 - place) < _EXPLAINED // 2
         row, looked = (
@@ -60,6 +70,8 @@ def oom(capture: Capture) -> pl.DataFrame:
         )
         budget -= looked
         site, stack = sites.get(event["stack_id"], (None, None))
+        if explained:
+            row = _with_setting(row, served.get(event["seq"]))
         rows.append(row | {"site": site, "stack": stack, "stack_id": event["stack_id"], "origin": capture.meta["origin"]})
     return pl.DataFrame(rows, schema=_SCHEMA)
 
@@ -105,7 +117,24 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     holes = _nearest_hole(inside, asked) if inside.height <= budget else None
     ways = [w for w in (holes, nominal - min(room) if room else None) if w is not None and w > 0]
     reason = _reason(seen, own, others, nominal, limit if isinstance(limit, int) else None)
-    return seen | {"reason": reason, "would_help_bytes": min(ways) if ways else None}, inside.height
+    free, largest = seen["free_bytes_in_list"], seen["largest_free_bytes"]
+    releasable = int(lists.filter(~pl.col("private"))["releasable_bytes"].sum())
+    site = None
+    if holes is not None or inside.height <= budget:
+        site = site_to_free(inside, capture.tables["stacks"], asked, nominal - min(room) if room else None)
+    helped = Help(asked, free, largest, seen["pending_bytes"], releasable, nominal - min(room) if room else None, site)
+    return seen | {
+        "reason": reason, "would_help_bytes": min(ways) if ways else None, "free_blocks": int(own["free_blocks"].sum()), "ratio": 1 - largest / free if free else None,
+        "releasable_bytes": releasable, "fits_if_adjacent": free >= asked, "free_site": site[0] if site else None, "free_site_bytes": site[1] if site else None,
+        "help": helped.sentence(),
+    }, inside.height  # fmt: skip
+
+
+def _with_setting(row: dict[str, Any], served: tuple[str | None, str] | None) -> dict[str, Any]:
+    if served is None:
+        return row
+    setting, words = served
+    return row | {"setting": setting, "help": f"{row['help']} {words}"}
 
 
 def _nearest_hole(blocks: pl.DataFrame, asked: int) -> int | None:
