@@ -46,7 +46,8 @@ def attribute(made: pl.DataFrame, hints: pl.DataFrame | None = None, contexts: p
     category, evidence = _rules() if seen else (pl.lit(None, pl.String), pl.lit(None, pl.String))
     dtypes = schema.dtypes("allocations")
     made_here = (pl.col("_o_category") == "inputs") & pl.col("_phase").is_not_null()  # what a forward made is no input of the next
-    rows = rows.with_columns(pl.when(~made_here.fill_null(value=False)).then("_o_category").alias("_o_category"))
+    kept_by_graph = (pl.col("_o_category") == "kv_cache") & (pl.col("_o_evidence") != "tag") & pl.col("_f_phase").is_in(["backward", "recompute"])
+    rows = rows.with_columns(pl.when(~(made_here | kept_by_graph).fill_null(value=False)).then("_o_category").alias("_o_category"))
     told = pl.coalesce("_o_category", "_h_category")
     word = pl.coalesce(told, category)
     how = pl.when(pl.col("_o_category").is_not_null()).then("_o_evidence").when(pl.col("_h_category").is_not_null()).then("_h_evidence").otherwise(evidence)

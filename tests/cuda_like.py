@@ -66,8 +66,10 @@ class CudaLike:
         rows, size, made = rows[keep], size[keep], rows["size"][keep] > 0
         seq = pl.Series(np.arange(len(rows)) * 2)
         self.thread = rows["tag"] >> np.uint64(48)
-        note = pl.Series(self._notes(rows))
-        placed = _placing.place(self.log, seq, note if self.notes else None, rows["time"] / 1e3, notes=self.notes)
+        note = pl.Series(self._notes(rows), dtype=pl.String)
+        empty = pl.Series([None] * len(seq), dtype=pl.String)
+        told = pl.DataFrame({"seq": seq, "clock_us": rows["time"] / 1e3, "note": note if self.notes else empty, "stack_id": empty, "action": empty})
+        placed = _placing.place(self.log, told, notes=self.notes)
         self.placed = placed
         count = np.where(made, 1, 2)
         at = np.repeat(np.arange(len(rows)), count)

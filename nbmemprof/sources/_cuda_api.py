@@ -74,7 +74,9 @@ class Cuda:
 
     def record(self, stacks: str, max_entries: int, *, clear: bool = False) -> None:
         """Switch the history on, or empty it: stacks "python", "all" or "none"."""
-        context = None if stacks == "none" else "all"
+        # stacks of releases ("all") are not asked for: a release while an exception passes through C++ would lose the exception, as in
+        # checkpointing, which ends a recomputation by one (torch 2.11: "returned NULL without setting an exception")
+        context = None if stacks == "none" else "alloc"
         more = {"clear_history": True} if clear else {}
         self._torch.cuda.memory._record_memory_history("all", context=context, stacks="all" if stacks == "all" else "python", max_entries=max_entries, **more)
 

@@ -11,7 +11,7 @@ import polars as pl
 
 from nbmemprof import heap, schema
 
-__all__ = ["FINAL_ID", "PEAK_ID", "Peak", "Window", "best_of", "event_table", "no_totals", "reduce_window", "with_older_stacks"]
+__all__ = ["FINAL_ID", "PEAK_ID", "Peak", "Window", "best_of", "event_table", "no_totals", "reduce_window", "with_older_stacks", "with_pools"]
 
 PEAK_ID, FINAL_ID = 0, 1
 _BUCKETS = 100  # of the timeline kept of a window that is thinned
@@ -111,6 +111,20 @@ def with_older_stacks(allocations: pl.DataFrame, before: pl.DataFrame) -> pl.Dat
     older = before.filter(pl.col("state") != "inactive").select("device", "addr", older="stack_id").unique(["device", "addr"])
     there = pl.when(pl.col("at_start")).then(pl.coalesce("stack_id", "older")).otherwise(pl.col("stack_id"))
     return allocations.join(older, on=["device", "addr"], how="left", maintain_order="left").with_columns(there.alias("stack_id")).drop("older")
+
+
+def with_pools(events: pl.DataFrame, segments: pl.DataFrame) -> pl.DataFrame:
+    """Pool of entries whose trace tells none (torch before 2.12), where they lie in a private pool's segment that is still there."""
+    private = segments.filter(pl.col("pool_id").cast(pl.String) != "0_0")
+    if private.is_empty() or events["pool_id"].null_count() < events.height:
+        return events
+    made = events.filter(pl.col("action").cast(pl.String).is_in(["segment_alloc", "segment_map"])).group_by("device", "addr").agg(pl.col("seq").max().alias("since"))
+    rows = private.select("device", "addr", "size_bytes", pl.col("pool_id").cast(pl.String)).join(made, on=["device", "addr"], how="left").rows()
+    pool = pl.lit(None, pl.String)
+    for device, addr, size, name, since in rows:
+        lies = (pl.col("device") == device) & (pl.col("addr") >= addr) & (pl.col("addr") < addr + size) & (pl.col("seq") >= (since if since is not None else -1))
+        pool = pl.when(lies).then(pl.lit(name)).otherwise(pool)
+    return events.with_columns(pool.alias("pool_id"))
 
 
 def _live_at(allocations: pl.DataFrame, device: int, seq: int, before: pl.DataFrame | None) -> pl.DataFrame:

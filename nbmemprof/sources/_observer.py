@@ -319,6 +319,7 @@ class Observer:
         self._move(here, phase, None if phase == NONE else group)
         if phase in (BACKWARD, RECOMPUTE):
             return
+        self._fresh_grads |= self.torch.is_grad_enabled()  # a backward may come, and not every torch tells
         begin = time.perf_counter_ns()
         moment = here.record
         for tensor in _owners.tensors_in((args, *more[:-1]), self.torch, 3):

@@ -10,11 +10,13 @@ import numpy.typing as npt
 import polars as pl
 
 from nbmemprof import schema
-from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, Observer
+from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, RECOMPUTE, Observer
 
-__all__ = ["Log", "Placed", "contexts", "marks", "owners", "place"]
+__all__ = ["Log", "Placed", "bare_events", "contexts", "marks", "owners", "place"]
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+_RUN = 1 << 40  # numbers of backward spans that nobody announced
 _MOST_MARKS = 2000
 
 
@@ -78,23 +80,34 @@ class Placed:
 
     record: Ints
     layer: Ints
-    noted: npt.NDArray[np.bool_]
+    noted: Flags
     seq: Ints
     clock_us: npt.NDArray[np.float64]
     notes: bool
+    bare: Flags  # an allocation without a call stack, where call stacks are recorded: no Python code asked for it
+    framed: Flags  # an allocation with one
+    stacks: bool
 
 
-def place(log: Log, seq: pl.Series, note: pl.Series | None, clock_us: npt.NDArray[np.float64], *, notes: bool) -> Placed:
+def place(log: Log, events: pl.DataFrame, *, notes: bool) -> Placed:
     """Find the record in which each event happened.
 
-    ``notes``: the threads attached notes; then an event without one is of a thread that has none, backward's or a
-    stranger's. Else the clock tells alone.
+    Parameters
+    ----------
+    events
+        ``seq clock_us note stack_id action`` of allocations and releases.
+    notes
+        The threads attached notes; then an event without one is of a thread that has none, backward's or a
+        stranger's. Else the clock tells alone.
     """
-    count, numbers = len(log.times_us), seq.to_numpy()
-    by_time = np.clip(np.searchsorted(log.times_us, clock_us, side="right") - 1, 0, max(count - 1, 0))
-    if not notes or note is None or not count or note.null_count() == len(note):
-        layer = log.layer[by_time] if count else by_time
-        return Placed(by_time, layer, np.zeros(len(by_time), bool), numbers, clock_us, notes=False)
+    count, clock = len(log.times_us), events["clock_us"].to_numpy()
+    stacks = events["stack_id"].null_count() < events.height
+    made = (events["action"].cast(pl.String) == "alloc").fill_null(value=False) & stacks
+    bare, framed = (made & events["stack_id"].is_null()).to_numpy(), (made & events["stack_id"].is_not_null()).to_numpy()
+    by_time = np.clip(np.searchsorted(log.times_us, clock, side="right") - 1, 0, max(count - 1, 0))
+    note = events["note"]
+    if not notes or not count or note.null_count() == len(note):
+        return Placed(by_time, log.layer[by_time] if count else by_time, np.zeros(len(by_time), bool), events["seq"].to_numpy(), clock, notes=False, bare=bare, framed=framed, stacks=stacks)
     text = note.cast(pl.String)
     words = pl.DataFrame({"note": text.unique()})
     parts = words["note"].str.extract_groups(r"^(\d+)\.(\d+)$").struct.unnest()
@@ -107,10 +120,17 @@ def place(log: Log, seq: pl.Series, note: pl.Series | None, clock_us: npt.NDArra
     high = np.minimum.accumulate(np.where(noted, record, count - 1)[::-1])[::-1]
     free = np.clip(by_time, np.maximum(low, 0), np.maximum(high, low))
     at = np.where(noted, record, _nearest_backward(log, free, low, high, noted))
-    return Placed(at, np.where(noted, read["layer"].fill_null(-1).to_numpy(), -1), noted, numbers, clock_us, notes=True)
+    layer = np.where(noted, read["layer"].fill_null(-1).to_numpy(), -1)
+    return Placed(at, layer, noted, events["seq"].to_numpy(), clock, notes=True, bare=bare, framed=framed, stacks=stacks)
 
 
-def _nearest_backward(log: Log, at: Ints, low: Ints, high: Ints, noted: npt.NDArray[np.bool_]) -> Ints:
+def bare_events(seq: Any, clock_us: Any) -> pl.DataFrame:
+    """Events of a source without notes, as ``place`` takes them."""
+    empty = pl.Series([None] * len(seq), dtype=pl.String)
+    return pl.DataFrame({"seq": seq, "clock_us": clock_us, "note": empty, "stack_id": empty, "action": empty})
+
+
+def _nearest_backward(log: Log, at: Ints, low: Ints, high: Ints, noted: Flags) -> Ints:
     """An event without a note is a backward's, if one ran between the notes around it."""
     in_backward = np.flatnonzero(log.back >= 0)
     if not len(in_backward):
@@ -134,15 +154,45 @@ def contexts(log: Log, placed: Placed) -> pl.DataFrame:
     inside = log.back[record] >= 0
     phase, group, layer = log.phase[record], np.where(inside, log.back[record], log.group[record]), placed.layer
     if placed.notes:
+        run, backward = _backward_runs(log, placed)
         layer = np.where(noted, layer, 0)
-        phase = np.where(noted, phase, np.where(inside, BACKWARD, NONE))
-        group = np.where(noted | inside, group, -1 - group)  # a stranger's is in no span of ours
+        phase = np.where(noted, phase, np.where(inside | backward, BACKWARD, NONE))
+        within = ~inside & (backward | (noted & (phase == RECOMPUTE)))
+        group = np.where(within, -_RUN - run, np.where(noted | inside, group, -1 - group))  # a stranger's is in no span of ours
+    elif placed.stacks and not inside.any():
+        run, backward = _bare_runs(placed)
+        phase, layer = np.where(backward, BACKWARD, phase), np.where(backward, 0, layer)
+        group = np.where(backward, -_RUN - run, group)
     step = pl.Series(log.step_of(record + log.first))
     columns = {
         "seq": pl.Series(placed.seq), "span": pl.Series(group), "phase": _words(phase, list(PHASES)), "layer": _words(layer, log.layers), "name": _words(log.name[record], log.names),
         "step": pl.select(pl.when(step >= 0).then(step)).to_series(), "evidence": "annotation" if placed.notes else "phase",
     }  # fmt: skip
     return schema.fill("contexts", columns, len(record))
+
+
+def _backward_runs(log: Log, placed: Placed) -> tuple[Ints, Flags]:
+    """Number of the stretch between two notes of the program's own threads, and which events in it are backward's.
+
+    Not every torch tells when its engine runs. What no thread with a note did, among it something that no Python code
+    asked for, is the engine's; without call stacks, what follows a forward with gradients.
+    """
+    noted = placed.noted
+    run = np.cumsum(noted & (log.phase[placed.record] != RECOMPUTE))
+    if placed.stacks:
+        known = np.unique(run[~noted & placed.bare])
+    else:
+        graded = np.flatnonzero(log.grad)
+        known = np.unique(run[~noted & (placed.record >= graded[0])]) if len(graded) else np.zeros(0, np.int64)
+    return run, ~noted & np.isin(run, known)
+
+
+def _bare_runs(placed: Placed) -> tuple[Ints, Flags]:
+    """The same where no thread has notes: from the first allocation that no Python code asked for to the last event before one that it did."""
+    run = np.cumsum(placed.framed)
+    first = np.full(int(run[-1]) + 1, len(run), np.int64)
+    np.minimum.at(first, run[placed.bare], np.flatnonzero(placed.bare))
+    return run, np.arange(len(run)) >= first[run]
 
 
 def owners(log: Log, placed: Placed, kind: str = "device", since: int = 0) -> pl.DataFrame:

@@ -238,8 +238,7 @@ class _Window:
         """What the observer saw: where each event happened, and whose storages are where."""
         if self.log is None:
             return {}
-        clock = self.rows["time"][self.shown] / 1e3
-        placed = _placing.place(self.log, pl.Series(seq), None, clock, notes=False)
+        placed = _placing.place(self.log, _placing.bare_events(seq, self.rows["time"][self.shown] / 1e3), notes=False)
         return {"contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, "host", self.record)}
 
     def _failures(self, seq: np.ndarray[Any, Any]) -> pl.DataFrame:

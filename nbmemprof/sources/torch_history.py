@@ -20,10 +20,11 @@ from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.flags import Flag
 from nbmemprof.sources import _placing
+from nbmemprof.sources import _placing
 from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
 from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
-from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals, with_older_stacks
+from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals, with_older_stacks, with_pools
 from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["FLAGS", "Mark", "TorchHistory", "picture", "source", "unavailable"]
@@ -36,8 +37,8 @@ _FASTEST = 6e6  # entries a second, more than any thread can write: a short ring
 # frames (H200, torch 2.11, tests/fixtures/h200/probe.json); C++ frames come on top.
 _ENTRY_BYTES = {"none": 600, "python": 1800, "all": 3600}
 _KEPT_BYTES = 64  # an event that is kept as columns
-_BARE_EVENT_US = 0.4  # an entry without a stack (measured there too); two of three entries take a stack
-_STACKS_PER_EVENT = 2 / 3
+_BARE_EVENT_US = 0.4  # an entry without a stack (measured there too); one of three entries takes a stack
+_STACKS_PER_EVENT = 1 / 3
 
 
 def source() -> TorchHistory:
@@ -324,6 +325,7 @@ class _Assembly:
         first = pl.DataFrame({"device": list(since.positions), "_first": list(since.positions.values())}, schema={"device": pl.Int64, "_first": pl.Int64})
         if any(since.positions.values()):
             events = events.join(first, on="device", how="left", maintain_order="left").filter(pl.col("index") > pl.col("_first")).drop("_first")
+        events = with_pools(events, self.last.segments)
         table = event_table(events, since.clock_us, self.owner._cell)
         tables = {"events": table, "segments": self.last.segments, "blocks": self.last.blocks}
         tables["marks"] = self._marks(events)
@@ -371,7 +373,7 @@ class _Assembly:
         if self.log is None:
             return {}
         told = events.filter(pl.col("action").cast(pl.String).is_in(["alloc", "free_requested"]))
-        placed = _placing.place(self.log, told["seq"], told["note"], told["clock_us"].to_numpy(), notes=self.owner._observer.noted)
+        placed = _placing.place(self.log, told, notes=self.owner._observer.noted)
         return {"contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, since=self.since.record)}
 
     # ------------------------------------------------------------------ thinned events

@@ -54,7 +54,7 @@ def test_a_recording_has_every_event_and_torch_own_peaks() -> None:
     assert capture.meta["outside_bytes"] == {"0": 1000}
     assert capture.events["cell"].unique().to_list() == [7]
     assert capture.meta["recording"]["events"] == capture.events.height
-    assert capture.meta["recording"]["cost_us"] == pytest.approx(capture.events.height * 2.4)
+    assert capture.meta["recording"]["cost_us"] == pytest.approx(capture.events.height * 1.4)
 
 
 def test_a_busy_device_hides_what_recording_costs_the_cpu() -> None:
@@ -64,7 +64,7 @@ def test_a_busy_device_hides_what_recording_costs_the_cpu() -> None:
     cuda.busy = 0.99
     cost = source.stop().meta["recording"]
     assert cost["cost_fraction"] == pytest.approx(0.01)
-    assert cost["cpu_fraction"] > 0.5  # an event each 3 µs
+    assert cost["cpu_fraction"] > 0.4  # an event each 3 µs
     assert "busy for 99.0%" in cost["cost_text"]
 
 

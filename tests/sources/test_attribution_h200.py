@@ -1,0 +1,96 @@
+"""Whose memory it was on an H200: what the recordings say is what the models' own arithmetic said there.
+
+Made by ``tests/gpu/record_attribution.py``; each JSON says with what.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import polars as pl
+import pytest
+from attribution_played import NAMES, numbers, play
+from cuda_like import live_before_backward
+
+import nbmemprof as mp
+from nbmemprof.capture import Capture
+
+EXACT = ("weights", "gradients", "optimizer_state", "kv_cache", "buffers")
+UNKNOWN = {"compiled": 0.05}
+
+
+@lru_cache(None)
+def capture(name: str) -> Capture:
+    return play(name)
+
+
+def by_category(name: str, at: str, column: str = "requested_bytes") -> dict[str, int]:
+    frame = mp.breakdown(capture(name), at=at)
+    return dict(zip(frame["category"].cast(pl.String), frame[column], strict=True))
+
+
+@pytest.mark.cost(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_categories_sum_to_torchs_allocated_at_the_peak_and_at_the_end(name: str) -> None:
+    truth = numbers(name)["torch"]
+    assert sum(by_category(name, "peak", "size_bytes").values()) == truth["peak_allocated_bytes"]
+    assert sum(by_category(name, "end", "size_bytes").values()) == truth["end_allocated_bytes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_gradients_state_buffers_and_cache_are_the_models_own_arithmetic(name: str) -> None:
+    truth, found = numbers(name)["truth"], by_category(name, "end")
+    assert {c: found.get(c, 0) for c in EXACT if c in truth} == {c: truth[c] for c in EXACT if c in truth}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "saved" in numbers(n)["truth"]])
+def test_activations_at_the_end_of_forward_are_what_autograd_saves(name: str) -> None:
+    made = capture(name)
+    for step in made.tables["contexts"]["step"].drop_nulls().unique().to_list():
+        live = live_before_backward(made, step).filter(pl.col("evidence").cast(pl.String) == "saved")
+        assert live["category"].cast(pl.String).unique().to_list() == ["activations"]
+        assert live["requested_bytes"].sum() == numbers(name)["truth"]["saved"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_next_to_nothing_is_unknown(name: str) -> None:
+    frame = mp.breakdown(capture(name))
+    assert frame.filter(pl.col("category").cast(pl.String) == "unknown")["share"].sum() <= UNKNOWN.get(name, 0.01)
+
+
+@pytest.mark.parametrize("lost", ["weights", "optimizer_state", "gradients"])
+def test_what_nobody_found_is_unknown_and_no_neighbours(lost: str) -> None:
+    """Model and optimizer are from before the window here: only the owners know what they are."""
+    with_all, without = by_category("gpt2_midrun", "peak"), mp.breakdown(play("gpt2_midrun", (lost,)))
+    found = dict(zip(without["category"].cast(pl.String), without["requested_bytes"], strict=True))
+    gone = with_all.get(lost, 0)
+    assert found["unknown"] - with_all["unknown"] == gone
+    assert {c: b for c, b in found.items() if c not in ("unknown", lost)} == {c: b for c, b in with_all.items() if c not in ("unknown", lost)}
+
+
+def test_an_allocation_has_layer_phase_and_step() -> None:
+    rows = capture("gpt2_fp32").allocations
+    saved = rows.filter(pl.col("evidence").cast(pl.String) == "saved")
+    assert saved["phase"].cast(pl.String).unique().to_list() == ["forward"]
+    assert sorted(saved["step"].unique().to_list()) == [0, 1, 2]
+    blocks = saved.with_columns(pl.col("layer").cast(pl.String).str.extract(r"^(GPT2LMHeadModel\.transformer\.h\.\d+)\.").alias("block")).drop_nulls("block")
+    assert blocks["block"].n_unique() == 12
+    each = blocks.filter(pl.col("step") == 1).group_by("block").agg(pl.col("requested_bytes").sum())["requested_bytes"]
+    assert each.n_unique() == 1  # twelve equal layers keep equally much
+
+
+def test_the_pool_of_a_cuda_graph_is_named() -> None:
+    found = by_category("graphed", "peak")
+    assert found["cuda_graph"] == 234881096
+
+
+@pytest.mark.parametrize("name", ["gpt2_fp32", "llama1b_lora", "resnet50"])
+def test_without_notes_the_clock_and_the_stacks_tell_the_same(name: str) -> None:
+    """The same events and log, read as from a torch whose threads carry no notes, or from the user's own history."""
+    made, noted = play(name, notes=False), by_category(name, "peak")
+    found = mp.breakdown(made)
+    clocked = dict(zip(found["category"].cast(pl.String), found["requested_bytes"], strict=True))
+    total = sum(noted.values())
+    assert sum(clocked.values()) == total
+    assert sum(abs(clocked.get(c, 0) - noted.get(c, 0)) for c in {*clocked, *noted}) <= 0.01 * total
+    assert {c: clocked.get(c) for c in EXACT} == {c: noted.get(c) for c in EXACT}
