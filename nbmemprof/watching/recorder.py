@@ -187,7 +187,7 @@ class Watch:
         return {
             "k": "begin", "v": 1, "pid": self._pid, "host": socket.gethostname(), "unix": self._unix, "started": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
             "rank": int(os.environ["RANK"]) if os.environ.get("RANK", "").isdigit() else None, "title": self.title, "script": Path(sys.argv[0]).name if sys.argv else None,
-            "interval_s": self.interval_s, "limits": gauges.limits(*self._wanted), "python": platform.python_version(), "torch": getattr(torch, "__version__", None), "start": _start_of(self._pid),
+            "interval_s": self.interval_s, "limits": gauges.limits(*self._wanted), "python": platform.python_version(), "torch": getattr(torch, "__version__", None), "start": start_of(self._pid),
         }  # fmt: skip
 
     def _state(self) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def _plain(value: float) -> float | int:
     return int(value) if value == int(value) else round(value, 3)
 
 
-def _start_of(pid: int) -> int | None:
+def start_of(pid: int) -> int | None:
     """When a process began, in ticks since the machine did: tells it from a later one of the same number."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
