@@ -66,6 +66,7 @@ class Process:
         return "running" if quiet < 10 * float(self.head.get("interval_s", 1.0)) + 60 else "killed"
 
     def warnings(self) -> list[str]:
+        """What is not whole, in the capture's words."""
         found = []
         if self.state() == "killed":
             found.append(f"history truncated: {self.story.name} ended without a word (killed) after {self.seconds:.1f} s; what it wrote until then is here")
