@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag (``--save``) or one positional word (``FILE``, a name without a dash).
+    """One flag (``--save``) or one positional word (``FILE``, a name without a dash; with the action ``append`` any number of them).
 
     ``type`` turns the text into a value and refuses it with :class:`FlagError`; ``choices`` are words or
     a function that finds them, called only when they are needed.
@@ -146,7 +146,8 @@ def parse(line: str | Sequence[str], flags: Sequence[Flag], *, prog: str = "%%me
     parser = _Parser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     for flag in flags:
         if flag.positional:
-            parser.add_argument(flag.dest, nargs="?" if flag.optional else None, type=_checked(flag, prog), metavar=flag.metavar or flag.names)
+            several = "*" if flag.action == "append" else "?"
+            parser.add_argument(flag.dest, nargs=several if flag.optional else None, type=_checked(flag, prog), metavar=flag.metavar or flag.names)
         elif flag.action == "store":
             parser.add_argument(*flag.all_names, dest=flag.dest, type=_checked(flag, prog), metavar=flag.metavar)
         else:

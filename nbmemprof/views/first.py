@@ -8,6 +8,7 @@ HTML shows the text. The live view mounts later on the classes of the outer elem
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -16,11 +17,11 @@ from typing import Any
 
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_time_us
-from nbmemprof.views import findings, pictures, text
+from nbmemprof.views import findings, pictures, replayed, text
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import Svg, clean, middle
 
-__all__ = ["BUDGET_BYTES", "Mount", "bundle", "show"]
+__all__ = ["BUDGET_BYTES", "Mount", "bundle", "image", "rows_of", "show"]
 
 BUDGET_BYTES = 80_000  # what one view may add to a saved notebook, text and HTML together
 _DEVICES = 4
@@ -62,6 +63,8 @@ def bundle(capture: Capture) -> dict[str, str]:
 def show(capture: Capture, display_id: str | None = None, *, update: bool = False) -> None:
     """Display the first view in IPython, print it as text elsewhere.
 
+    In a notebook the output is replaced when the replay's verdict is there: within the cell for short recordings.
+
     Parameters
     ----------
     display_id
@@ -73,8 +76,12 @@ def show(capture: Capture, display_id: str | None = None, *, update: bool = Fals
     if ipython is None or ipython.get_ipython() is None:
         sys.stdout.write(text.report(capture) + "\n")
         return
-    options: dict[str, Any] = {"display_id": display_id} if display_id else {}
+    waits = not update and hasattr(ipython.get_ipython(), "kernel") and replayed.applies(capture) and replayed.known(capture) is None
+    name = display_id or (f"nbmemprof-{uuid.uuid4().hex[:12]}" if waits else None)
+    options: dict[str, Any] = {"display_id": name} if name else {}
     ipython.display.display(bundle(capture), raw=True, **options, **({"update": True} if update else {}))
+    if waits:
+        replayed.later(capture, lambda: ipython.display.display(bundle(capture), raw=True, display_id=name, update=True))
 
 
 def _wrap(body: str) -> str:
@@ -86,16 +93,23 @@ def _html(value: object) -> str:
 
 
 def _plain(capture: Capture, rows: int) -> str:
-    return "\n".join(line.rstrip() for line in text.report(capture, top=min(rows, 8)).encode("utf-8", "replace").decode().split("\n"))
+    said, head = text.report(capture, top=min(rows, 8)), text.headline(capture)
+    said = "\n".join([head, *(clean(line) for line in replayed.lines(capture))]) + said[len(head) :]
+    return "\n".join(line.rstrip() for line in said.encode("utf-8", "replace").decode().split("\n"))
 
 
 def _page(capture: Capture, known: Facts, points: int, rows: int, devices: int) -> str:
     lines = [_headline(line) for line in text.headline(capture).split("\n")]
+    lines += [f"<p>{_html(line)}</p>" for line in replayed.lines(capture)]
     said = findings.sentences(known)
     lines += ["<ul>", *(f"<li>{_html(s)}</li>" for s in said), "</ul>"] if said else []
     for device in known.devices[:devices]:
         stack = known.stack(device, points // min(len(known.devices), devices))
         lines += _pictures(known, device, stack, rows)
+    judged = replayed.known(capture)
+    if judged is not None and judged.frame is not None:
+        title, head, cells = replayed.table(judged.frame)
+        lines.append(f"<details><summary>{_html(title)}</summary>{image(*replayed.picture(judged.frame))}{rows_of('The same requests, replayed', head, cells)}</details>")
     if len(known.devices) > devices:
         lines.append(f"<p>{devices} of {len(known.devices)} devices are drawn, those with the highest peaks; cap.to_html(path) has them all.</p>")
     return "\n".join(lines)
@@ -108,24 +122,26 @@ def _headline(line: str) -> str:
 
 def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator[str]:
     if stack.xs:
-        yield _img(*pictures.timeline(known, device, stack))
+        yield image(*pictures.timeline(known, device, stack))
     height = 34 + 26 * min(max(len(device.parts()), device.breakdown.height if device.by == "category" else 0, 1), 8, rows)
     both = device.by == "category" and device.sites.height > 0
     bars = [
         pictures.breakdown(device, height, pictures.HALF if both else pictures.WIDTH) if device.by == "category" else None,
         pictures.sites(device, stack, height, pictures.HALF if both else pictures.WIDTH),
     ]
-    yield "".join(_img(*bar) for bar in bars if bar)
+    yield "".join(image(*bar) for bar in bars if bar)
     name = f"{device.label}: " if device.label else ""
-    tables = "".join(_table(*table) for table in text.tables(known, device, rows))
-    yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{_table(*over_time(device, stack, rows + 4)) if stack.xs else ''}</details>"
+    tables = "".join(rows_of(*table) for table in text.tables(known, device, rows))
+    yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{rows_of(*over_time(device, stack, rows + 4)) if stack.xs else ''}</details>"
 
 
-def _img(svg: Svg, sentence: str) -> str:
+def image(svg: Svg, sentence: str) -> str:
+    """A picture that needs no trust, and its sentence."""
     return f'<img alt="{_html(sentence)}" src="{svg.data_uri()}" width="{svg.width}" height="{svg.height}">'
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def rows_of(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with its title."""
     top = "".join(f"<th>{_html(h)}</th>" for h in head)
     body = "".join("<tr>" + "".join(f"<td>{_html(middle(c, _CELL))}</td>" for c in row) + "</tr>" for row in rows)
     return f"<p>{_html(title)}</p><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
