@@ -55,14 +55,15 @@ def fenced(conf: str = "max_split_size_mb:128,expandable_segments:True", cycles:
 
 
 def waited() -> Device:
-    """20 MiB in use and 80 behind another stream, in one segment under a limit of 100: 50 MiB are refused, then served."""
-    device = Device(limit_bytes=100 * MIB)
+    """20 MiB in use and 80 behind another stream, in one segment under a limit of 102: 50 MiB are refused, then served."""
+    device = Device(limit_bytes=102 * MIB)
     device.free(device.malloc(100 * MIB))
     device.malloc(20 * MIB)
     late = device.malloc(80 * MIB)
     device.record_stream(late, 7)
     device.busy(7)
     device.free(late)
+    device.malloc(512)
     with contextlib.suppress(mp.OutOfMemoryError):
         device.malloc(50 * MIB)
     return device

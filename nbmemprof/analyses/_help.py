@@ -88,7 +88,7 @@ def site_to_free(blocks: pl.DataFrame, stacks: pl.DataFrame, asked: int, missing
     return found
 
 
-def _longest(size: np.ndarray, segment: np.ndarray, free: np.ndarray) -> int:  # type: ignore[type-arg]
+def _longest(size: np.ndarray, segment: np.ndarray, free: np.ndarray) -> int:
     """Most bytes of neighbouring free blocks in one segment."""
     fresh = np.empty(len(size), bool)
     fresh[0], fresh[1:] = True, (segment[1:] != segment[:-1]) | ~free[1:] | ~free[:-1]
@@ -96,7 +96,7 @@ def _longest(size: np.ndarray, segment: np.ndarray, free: np.ndarray) -> int:  #
     return int(runs.max(initial=0))
 
 
-def _whole(size: np.ndarray, segment: np.ndarray, free: np.ndarray) -> int:  # type: ignore[type-arg]
+def _whole(size: np.ndarray, segment: np.ndarray, free: np.ndarray) -> int:
     """Bytes of segments that are wholly free."""
     starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]])
     return int(np.add.reduceat(size, starts)[np.logical_and.reduceat(free, starts)].sum())

@@ -94,7 +94,7 @@ def _is_served(one: Followed, requests: Requests, settings: Settings, place: int
     until[-M.WORDS + M.T_KIND], until[-M.WORDS + M.T_ROW] = M.ALLOC, row
     rows = np.zeros(2 * (row + 1), np.int64)
     model.m[M.MODE], model.m[M.END], model.m[M.STOP] = M.MUTE, 0, end
-    model.run(np.zeros(0, np.int64), until, rows, moments, work=end // M.WORDS)
+    model.run(np.zeros(0, np.int64), until, rows, moments, work=_REFUSALS * len(_POLICIES) * len(_CONFS) * end // M.WORDS)
     return bool(rows[2 * row] > 0 and model.m[M.OOMS] == 0)
 
 

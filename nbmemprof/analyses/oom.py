@@ -13,7 +13,7 @@ from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes
 
-__all__ = ["oom"]
+__all__ = ["explained", "oom"]
 
 _SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "device": pl.Int64, "rank": pl.Int64, "seq": pl.Int64, "time_us": pl.Float64, "requested_bytes": pl.Int64, "device_free_bytes": pl.Int64, "site": pl.String,
@@ -54,13 +54,17 @@ def oom(capture: Capture, replay: bool = False) -> pl.DataFrame:
     in what would need the heap at their time, and a ``reason`` that says so.
     """
     refusals = capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
+    return explained(capture, refusals, settings_that_serve(capture) if replay and refusals.height else {})
+
+
+def explained(capture: Capture, refusals: pl.DataFrame, served: dict[int, tuple[str | None, str]]) -> pl.DataFrame:
+    """Explain some refusals, rows of ``events``."""
     if refusals.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
     marks = capture.tables["marks"].filter(pl.col("kind") == "oom").select("seq", "value").unique("seq", keep="first")
     sites = _sites(capture.tables["stacks"], refusals.get_column("stack_id"))
     budget = _BLOCKS_LOOKED_AT
     rows = []
-    served = settings_that_serve(capture) if replay else {}
     for place, event in enumerate(refusals.join(marks, on="seq", how="left", maintain_order="left").iter_rows(named=True)):
         explained = min(place, refusals.height - 1 - place) < _EXPLAINED // 2
         row, looked = (

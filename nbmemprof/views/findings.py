@@ -21,7 +21,9 @@ _LOUD_GAP = 0.25  # reserved this much above allocated is worth a sentence
 _MIN_GAP = 64 << 20
 _MIN_LEAK = 1 << 20
 _NEAR = 0.9  # of the capacity or limit
-_COSTLY = 0.05  # share of the cell's time that recording took
+_COSTLY = 0.05  # share of the cell's time that recording, or the allocator's device calls, took
+_LONG_STALL_US = 10_000
+_ADVICE = 2  # sentences of what the rules prove
 
 
 def findings(capture: Capture) -> list[str]:
@@ -36,7 +38,7 @@ def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
         return [middle(w, _LONG) for w in _warnings(known)]
     for name in () if known.is_empty else ("leaks", "oom", "fragmentation"):  # the tables need them too; if one fails, it is said here
         known.ask(name)
-    for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _top_site):
+    for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _proven, _top_site):
         for device in known.devices:
             said += [_at(device, s) for s in rule(known, device)]
     for general in (_traceback, _replaced, _dropped, _warnings, _unrecorded, _cost, _silent):
@@ -135,6 +137,25 @@ def _retries(known: Facts, device: Device) -> list[str]:
     return (
         [f"Torch had to free its cache and ask again {_times(retries)}: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
     )
+
+
+def _proven(known: Facts, device: Device) -> list[str]:
+    """What the allocator's rules prove, and the time that device calls took: the advice that needs no replay."""
+    if device.kind != "device":
+        return []
+    rows = known.ask("advise", replay=False)
+    if rows.height:
+        here = [pl.col(name).is_null() | pl.col(name).eq_missing(pl.lit(value, dtype=pl.Int64)) for name, value in (("device", device.device), ("rank", device.rank))]
+        rows = rows.filter(*here)
+        small = pl.col("saving_bytes") < max(_MIN_GAP, (device.number("peak_reserved_bytes") or 0) // 20)
+        slow = pl.col("rule") == "device_calls"
+        rows = rows.filter(~(pl.col("rule").is_in(["survivors", "private_pools"]) & small), ~slow | pl.lit(_stalled(known, device)))
+    return [f"{row['finding']} {row['action']}" for row in rows.head(_ADVICE).iter_rows(named=True)]
+
+
+def _stalled(known: Facts, device: Device) -> bool:
+    rows = known.of(known.ask("stalls"), device).filter(pl.col("what") != "retry")
+    return bool((rows["share"].sum() or 0.0) >= _COSTLY and (rows["time_us"].sum() or 0.0) >= _LONG_STALL_US)
 
 
 def _top_site(known: Facts, device: Device) -> list[str]:

@@ -1,0 +1,132 @@
+"""What to change, and what it would save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from nbmemprof.analyses._detectors import DETECTORS, Finding, Seen
+from nbmemprof.analyses._trials import Trials, trials
+from nbmemprof.analyses.oom import oom
+from nbmemprof.analyses.pools import pools
+from nbmemprof.capture import Capture
+from nbmemprof.units import format_bytes
+
+__all__ = ["advise"]
+
+_SCHEMA: dict[str, Any] = {
+    "device": pl.Int64, "rank": pl.Int64, "rule": pl.String, "finding": pl.String, "evidence": pl.String, "saving_bytes": pl.Int64, "action": pl.String, "origin": pl.String,
+}  # fmt: skip
+_WORTH = 0.01  # share of the peak reserved that a setting must save to be proposed
+_MIB = 1 << 20
+_LINES = 3  # lines that get a pool's advice
+_CALLS = 20  # device calls below which a pool is not worth a line
+
+
+def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
+    """What would reduce memory, or the time spent on it, and by how much?
+
+    Parameters
+    ----------
+    capture
+        Any capture.
+    replay
+        Whether to put the requests through the allocator's model under other settings, and to look for lines that want a pool of
+        their own: about a second for 100,000 events; beyond 300,000 events nothing is replayed, and a row says so.
+
+    Returns
+    -------
+    One row a finding, by ``saving_bytes`` descending: ``device rank`` (null: all), ``rule`` (its name), ``finding``, ``evidence`` and
+    ``action`` as sentences; ``saving_bytes``: reserved bytes saved, the least of the range (0: it saves time or makes it work at all;
+    null: not to be told); ``origin``: ``replayed`` for what other settings would have done, else that of the capture.
+    """
+    seen = Seen(capture)
+    found = [one for detector in DETECTORS for one in detector(seen)]
+    if replay and seen.is_cuda:
+        found = [*_refused(capture), *found, *_settings(trials(capture)), *_pools(capture)]
+    rows = [
+        {"device": one.device, "rank": one.rank, "rule": one.rule, "finding": one.finding, "evidence": one.evidence, "saving_bytes": one.saving_bytes, "action": one.action,
+         "origin": one.origin or capture.meta["origin"]}
+        for one in found
+    ]  # fmt: skip
+    return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("saving_bytes", descending=True, nulls_last=True, maintain_order=True)
+
+
+def _refused(capture: Capture) -> Iterator[Finding]:
+    """What would have let the first refusals through."""
+    if not (capture.tables["events"]["action"] == "oom").any():
+        return
+    for row in oom(capture, replay=True).filter(pl.col("setting").is_not_null() | pl.col("free_site").is_not_null()).head(_LINES).iter_rows(named=True):
+        where = f" at {row['site']}" if row["site"] else ""
+        setting, site = row["setting"], row["free_site"]
+        what = f"with {setting or 'the default settings'}" if setting is not None else f"once {site} gave back its {format_bytes(row['free_site_bytes'])}"
+        yield Finding(
+            "refused", f"The request for {format_bytes(row['requested_bytes'])}{where} that was refused would have been served {what}.", f"{row['reason']} {row['help']}",
+            (f"Set PYTORCH_CUDA_ALLOC_CONF={setting} before torch is imported." if setting else "Unset PYTORCH_CUDA_ALLOC_CONF.") if setting is not None else f"Free what {site} holds before it.",
+            0, row["rank"], row["device"], "replayed" if setting is not None else None,
+        )  # fmt: skip
+
+
+def _settings(tried: Trials) -> Iterator[Finding]:
+    """The setting that saves most, with the range over orders of addresses."""
+    if tried.why_not is not None:
+        yield Finding(
+            "settings",
+            f"Other settings were not replayed: {tried.why_not}.",
+            "A saving is told only where the model gives the recorded addresses.",
+            "nbmemprof.what_if(capture) tries them all the same.",
+            None,
+        )
+        return
+    for (rank, device), (recorded, others) in tried.rows.items():
+        if not others:
+            continue
+        base_low, base_high = recorded["peak_reserved_low_bytes"], recorded["peak_reserved_high_bytes"]
+        fair = [row for row in others if row["ooms_high"] == 0 or row["ooms_high"] <= recorded["ooms"]]
+        best = min(fair, key=lambda row: (row["peak_reserved_high_bytes"], row["conf"]), default=None)
+        names = ", ".join(row["conf"] or "torch's defaults" for row in others)
+        low = base_low - best["peak_reserved_high_bytes"] if best else 0
+        if best is None or low < max(_MIB, _WORTH * base_low):
+            yield Finding(
+                "settings", "No other allocator setting would have lowered the peak of reserved memory.",
+                f"Replayed: {names}. The recorded setting reserved {format_bytes(base_high)}, the best of them {format_bytes(best['peak_reserved_high_bytes']) if best else 'more'}.",
+                "Leave the setting as it is; fewer live bytes are what is left to save.", 0, rank, device, "replayed",
+            )  # fmt: skip
+            continue
+        high = base_high - best["peak_reserved_low_bytes"]
+        by = format_bytes(low) if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
+        conf = best["conf"] or "torch's defaults"
+        calls = f"; {best['device_calls']} device calls instead of {recorded['device_calls']}" if best["device_calls"] != recorded["device_calls"] else ""
+        yield Finding(
+            "settings", f"{conf} would have reserved {by} less at the peak ({format_bytes(best['peak_reserved_high_bytes'])} instead of {format_bytes(base_low)}).",
+            f"The same requests replayed under {len(others)} other settings; the range is over {best['runs']} order{'s' if best['runs'] > 1 else ''} of segment addresses{calls}.",
+            f"Set PYTORCH_CUDA_ALLOC_CONF={best['conf']} before torch is imported." if best["conf"] else "Unset PYTORCH_CUDA_ALLOC_CONF.",
+            int(low), rank, device, "replayed",
+        )  # fmt: skip
+
+
+def _pools(capture: Capture) -> Iterator[Finding]:
+    wanted = pools(capture).filter(pl.col("kind").cast(pl.String) == "device", pl.col("advice") != "none")
+    lines = wanted.filter((pl.col("saved_bytes") >= _MIB) & ((pl.col("device_calls_saved") >= _CALLS) | (pl.col("advice") == "stream")))
+    for row in lines.sort("device_calls_saved", "saved_bytes", descending=True).head(_LINES).iter_rows(named=True):
+        where = row["site"] or f"The requests for {format_bytes(row['asked_bytes'])}"
+        if row["advice"] == "stream":
+            finding = f"{where}: {row['pending_count']} of {row['count']} blocks waited for another stream after they were freed, {format_bytes(row['saved_bytes'])} at once."
+            action = "Allocate them on the stream that uses them last, or wait for an event before the free."
+        else:
+            finding = f"{where}: {row['count']} blocks one after the other took {row['device_calls']} device calls for new memory; " + (
+                f"one buffer of {format_bytes(row['size_max_bytes'])} would do."
+                if row["advice"] == "buffer"
+                else f"an arena of {format_bytes(row['peak_bytes'])} would do."
+            )
+            action = (
+                "Make the tensor once and write into it (out=, copy_), or mp.BufferPool."
+                if row["advice"] == "buffer"
+                else "Allocate them from one torch.cuda.MemPool, or cut them from one tensor."
+            )
+        yield Finding(
+            "pools", finding, f"At most {row['peak_count']} alive at once, {format_bytes(row['size_bytes'])} in all; saves up to {format_bytes(row['saved_bytes'])}, {row['calls_saved']} allocs and frees.",
+            action, 0 if row["advice"] == "stream" else int(row["saved_bytes"]), row["rank"], row["device"],
+        )  # fmt: skip

@@ -1,0 +1,98 @@
+"""Time of device calls, from the gaps of a trace whose times are known."""
+
+from __future__ import annotations
+
+import pytest
+from modelled import MIB, loaded
+from strategies import Allocator, frames
+
+import nbmemprof as mp
+from nbmemprof.allocator import Device
+from nbmemprof.analyses.advise import advise
+from nbmemprof.analyses.stalls import stalls
+from nbmemprof.capture import Capture
+
+SITE, OTHER = frames("train.py:5 step"), frames("data.py:3 batch")
+
+
+def timed(snap: dict, gaps: list[int]) -> Capture:
+    at = 1_700_000_000_000_000
+    trace = snap["device_traces"][0]
+    assert len(gaps) == len(trace)
+    for entry, gap in zip(trace, gaps, strict=True):
+        at += gap
+        entry["time_us"] = at
+    return mp.load(snap)
+
+
+def plain() -> dict:
+    """segment_alloc alloc alloc alloc segment_alloc alloc, all of one line."""
+    a = Allocator()
+    for size in (5, 5, 5, 30):
+        a.malloc(size * MIB, SITE)
+    assert [e["action"] for e in a.trace] == ["segment_alloc", "alloc", "alloc", "alloc", "segment_alloc", "alloc"]
+    return a.snapshot()
+
+
+def test_what_exceeds_the_usual_gap_of_the_line_is_the_drivers():
+    row = stalls(timed(plain(), [0, 1, 10, 10, 510, 1])).row(0, named=True)
+    assert (row["what"], row["count"], row["size_bytes"], row["site"]) == ("segment_alloc", 2, 50 * MIB, "train.py:5")
+    assert (row["time_us"], row["least_us"], row["most_us"]) == (500.0, 0.0, 510.0)
+    assert row["share"] == pytest.approx(500 / 532)
+
+
+def test_a_call_no_slower_than_the_line_costs_nothing():
+    assert stalls(timed(plain(), [0, 1, 10, 10, 8, 1]))["time_us"].to_list() == [0.0]
+
+
+def retried() -> dict:
+    """60 MiB live, 30 cached, limit 100: 40 MiB more give the 30 back first."""
+    device = Device(limit_bytes=100 * MIB)
+    device.malloc(60 * MIB)
+    device.free(device.malloc(30 * MIB))
+    device.malloc(40 * MIB)
+    assert device.stats()["num_alloc_retries"] == 1
+    return device.snapshot()
+
+
+def test_a_flush_and_its_new_memory_are_a_retry_with_the_time_between_them():
+    snap = retried()
+    words = [e["action"] for e in snap["device_traces"][0]]
+    assert words[-3:] == ["segment_free", "segment_alloc", "alloc"]
+    rows = {r["what"]: r for r in stalls(timed(snap, [0, 1, 5, 1, 5, 5, 300, 700, 1])).iter_rows(named=True)}
+    assert (rows["retry"]["count"], rows["retry"]["size_bytes"]) == (1, 30 * MIB)
+    assert rows["retry"]["least_us"] == 700.0
+    assert rows["segment_free"]["most_us"] == 300.0
+    assert rows["segment_alloc"]["least_us"] == 700.0
+
+
+def test_a_flush_that_is_followed_by_nothing_is_no_retry():
+    device = Device()
+    device.free(device.malloc(30 * MIB))
+    device.empty_cache()
+    device.malloc(512)
+    device.free(device.malloc(30 * MIB))
+    device.empty_cache()
+    rows = dict(stalls(loaded(device)).select("what", "count").iter_rows())
+    assert rows["segment_free"] == 2
+    assert rows["retry"] == 1  # only the first is followed by new memory
+
+
+def test_without_a_clock_the_calls_are_counted_and_the_times_are_null():
+    snap = plain()
+    for entry in snap["device_traces"][0]:
+        del entry["time_us"]
+    row = stalls(mp.load(snap)).row(0, named=True)
+    assert (row["count"], row["time_us"], row["share"]) == (2, None, None)
+
+
+def test_no_device_calls_no_rows():
+    assert stalls(Capture.build({})).is_empty()
+
+
+def test_stalls_are_said_with_their_share():
+    found = advise(timed(plain(), [0, 1, 10, 10, 510, 1]), replay=False)
+    row = found.filter(rule="device_calls").row(0, named=True)
+    assert row["finding"] == "Allocator stalls took 94 % of this time: 500 µs in 2 device calls, most of it at train.py:5."
+    assert "between 0 µs and 510 µs" in row["evidence"]
+    assert advise(timed(plain(), [0, 1, 10, 10, 8, 1]), replay=False).filter(rule="device_calls").is_empty()
