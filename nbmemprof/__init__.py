@@ -28,6 +28,9 @@ _NAMES = {
     "lifetimes": "analyses.lifetimes",
     "fragmentation": "analyses.fragmentation",
     "oom": "analyses.oom",
+    "advise": "analyses.advise",
+    "pools": "analyses.pools",
+    "stalls": "analyses.stalls",
     "replay": "allocator.replay",
     "what_if": "allocator.what_if",
     "diff": "analyses.diff",
@@ -77,13 +80,16 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof import allocator as allocator
     from nbmemprof.allocator.replay import replay as replay
     from nbmemprof.allocator.what_if import what_if as what_if
+    from nbmemprof.analyses.advise import advise as advise
     from nbmemprof.analyses.breakdown import breakdown as breakdown
     from nbmemprof.analyses.diff import diff as diff
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
     from nbmemprof.analyses.leaks import leaks as leaks
     from nbmemprof.analyses.lifetimes import lifetimes as lifetimes
     from nbmemprof.analyses.oom import oom as oom
+    from nbmemprof.analyses.pools import pools as pools
     from nbmemprof.analyses.sites import sites as sites
+    from nbmemprof.analyses.stalls import stalls as stalls
     from nbmemprof.analyses.summary import summary as summary
     from nbmemprof.analyses.timeline import timeline as timeline
     from nbmemprof.capture import Capture as Capture
