@@ -36,6 +36,10 @@ _NAMES = {
     "diff": "analyses.diff",
     "watch": "watching",
     "open_run": "runs",
+    "layers": "analyses.layers",
+    "compare": "comparing",
+    "tag": "tags",
+    "phase": "tags",
     "holders": "holding",
     "temporary": "patterns",
     "LeakTracker": "patterns",
@@ -84,6 +88,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.breakdown import breakdown as breakdown
     from nbmemprof.analyses.diff import diff as diff
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
+    from nbmemprof.analyses.layers import layers as layers
     from nbmemprof.analyses.leaks import leaks as leaks
     from nbmemprof.analyses.lifetimes import lifetimes as lifetimes
     from nbmemprof.analyses.oom import oom as oom
@@ -94,6 +99,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.timeline import timeline as timeline
     from nbmemprof.capture import Capture as Capture
     from nbmemprof.capture import load as load
+    from nbmemprof.comparing import compare as compare
     from nbmemprof.errors import NbmemprofError as NbmemprofError
     from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
     from nbmemprof.holding import holders as holders
@@ -106,4 +112,6 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
     from nbmemprof.runs import open_run as open_run
+    from nbmemprof.tags import phase as phase
+    from nbmemprof.tags import tag as tag
     from nbmemprof.watching import watch as watch

@@ -50,7 +50,8 @@ def attribute(made: pl.DataFrame, hints: pl.DataFrame | None = None, contexts: p
     rows = rows.with_columns(pl.when(~(made_here | kept_by_graph).fill_null(value=False)).then("_o_category").alias("_o_category"))
     told = pl.coalesce("_o_category", "_h_category")
     word = pl.coalesce(told, category)
-    how = pl.when(pl.col("_o_category").is_not_null()).then("_o_evidence").when(pl.col("_h_category").is_not_null()).then("_h_evidence").otherwise(evidence)
+    same = pl.col("_h_category") == category  # the rules know better why
+    how = pl.when(pl.col("_o_category").is_not_null()).then("_o_evidence").when(pl.col("_h_category").is_not_null() & ~same.fill_null(value=False)).then("_h_evidence").otherwise(evidence)
     known = word.is_not_null() & (word != "unknown")
     return rows.with_columns(
         pl.when(known).then(word).otherwise(pl.lit("unknown")).cast(dtypes["category"]).alias("category"),

@@ -62,7 +62,6 @@ class CudaLike:
         partner = tr.match(rows)
         keep = (rows["index"] >= self.begin.position) & (rows["addr"] > 0) & ((rows["size"] > 0) | (partner >= 0))
         size = np.where(rows["size"] > 0, rows["size"], rows["size"][np.maximum(partner, 0)])
-        alive = np.flatnonzero((rows["size"] > 0) & (partner < 0))
         rows, size, made = rows[keep], size[keep], rows["size"][keep] > 0
         seq = pl.Series(np.arange(len(rows)) * 2)
         self.thread = rows["tag"] >> np.uint64(48)
@@ -76,10 +75,11 @@ class CudaLike:
         first = np.cumsum(count) - count
         number = seq.to_numpy()[at] + np.where(np.arange(len(at)) == first[at], 0, 1)
         action = np.where(made[at], "alloc", np.where(np.arange(len(at)) == first[at], "free_requested", "free_completed"))
-        columns = {"kind": "host", "source": "torch", "seq": number, "time_us": (rows["time"][at] - rows["time"][0]) / 1e3, "action": pl.Series(action.tolist()), "addr": rows["addr"][at], "requested_bytes": size[at], "pool_id": "0_0"}
-        whole = tr.tracker.known
-        old = {a: s for a, (s, _) in whole.items() if a not in set(rows["addr"].tolist())}
-        del alive
+        columns = {"kind": "host", "source": "torch", "seq": number, "time_us": (rows["time"][at] - self.begin.time) / 1e3, "action": pl.Series(action.tolist()), "addr": rows["addr"][at], "requested_bytes": size[at], "pool_id": "0_0"}
+        touched = set(rows["addr"].tolist())
+        old = {a: s for a, (s, _) in tr.tracker.known.items() if a not in touched}
+        newest = len(rows) - 1 - np.unique(rows["addr"][::-1], return_index=True)[1]
+        old |= {int(rows["addr"][i]): int(size[i]) for i in newest if made[i]}
         blocks = {"kind": "host", "source": "torch", "snapshot_id": 0, "state": "active_allocated", "pool_id": "0_0", "addr": pl.Series(list(old), dtype=pl.UInt64), "size_bytes": list(old.values()), "requested_bytes": list(old.values())}
         tables = {"events": schema.fill("events", columns, len(at)), "contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, "host")}
         if old:

@@ -40,6 +40,7 @@ ALLOWED = {
     "patterns": GROUND | {"recording", "analyses"},
     "watching": GROUND | {"watching", "recording", "analyses"},
     "runs": GROUND | {"watching", "analyses"},
+    "comparing": GROUND | {"recording", "analyses"},
     "verbs": GROUND | {"verbs", "allocator", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
     "magics": GROUND | {"holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
 }

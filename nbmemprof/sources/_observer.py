@@ -515,7 +515,9 @@ class Observer:
             if category == "weights":
                 ref = weakref.ref(tensor)
                 self._parameters.append((ref, layer))
-                self._layer_of_parameter[id(tensor)] = (ref, layer)
+                known = self._layer_of_parameter.get(id(tensor))
+                if known is None or known[0]() is not tensor:  # of tied weights the first place counts
+                    self._layer_of_parameter[id(tensor)] = (ref, layer)
 
     def _note_grads(self, moment: int, optimizer: Any = None) -> None:
         """Gradients where they are now: of the optimizer's parameters, or of all that are known."""

@@ -178,7 +178,7 @@ def _backward_runs(log: Log, placed: Placed) -> tuple[Ints, Flags]:
     asked for, is the engine's; without call stacks, what follows a forward with gradients.
     """
     noted = placed.noted
-    run = np.cumsum(noted & (log.phase[placed.record] != RECOMPUTE))
+    run = np.cumsum(noted & (log.phase[placed.record] != RECOMPUTE), dtype=np.int64)
     if placed.stacks:
         known = np.unique(run[~noted & placed.bare])
     else:
@@ -189,7 +189,7 @@ def _backward_runs(log: Log, placed: Placed) -> tuple[Ints, Flags]:
 
 def _bare_runs(placed: Placed) -> tuple[Ints, Flags]:
     """The same where no thread has notes: from the first allocation that no Python code asked for to the last event before one that it did."""
-    run = np.cumsum(placed.framed)
+    run = np.cumsum(placed.framed, dtype=np.int64)
     first = np.full(int(run[-1]) + 1, len(run), np.int64)
     np.minimum.at(first, run[placed.bare], np.flatnonzero(placed.bare))
     return run, np.arange(len(run)) >= first[run]

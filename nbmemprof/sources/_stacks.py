@@ -135,6 +135,20 @@ class Layers:
         self._numbers: dict[str, int] = {}
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._roots: dict[int, weakref.ref[Any]] = {}
+        self._titles: dict[str, list[weakref.ref[Any]]] = {}
+
+    def _title(self, root: Any) -> str:
+        """Class of a root (of the module inside where the compiler wraps it), with a number where several of it live."""
+        inner = root.__dict__.get("_modules", {}).get("_orig_mod")
+        root = inner if inner is not None else root
+        name = type(root).__name__
+        places = self._titles.setdefault(name, [])
+        held = [ref() for ref in places]
+        at = next((i for i, other in enumerate(held) if other is root), None)
+        if at is None:
+            at = next((i for i, other in enumerate(held) if other is None), len(places))
+            places[at : at + 1] = [weakref.ref(root)]
+        return name if at == 0 else f"{name}#{at + 1}"
 
     def roots(self) -> list[Any]:
         """Outermost modules that were called and are alive."""
@@ -167,7 +181,7 @@ class Layers:
 
     def learn_all(self, root: Any) -> dict[int, str]:
         """Paths of a root and of all below it, by the modules' ids; those that are known already keep theirs."""
-        name = _title(root)
+        name = self._title(root)
         paths = {}
         for path, child in root.named_modules():
             known = self.name(child)
@@ -176,7 +190,7 @@ class Layers:
         return paths
 
     def _learn(self, module: Any, root: Any) -> int:
-        name = _title(root)
+        name = self._title(root)
         paths = {id(child): (f"{name}.{path}" if path else name).replace("._orig_mod", "") for path, child in root.named_modules()}
         paths.setdefault(id(module), type(module).__name__)
         self._known[id(module)] = (weakref.ref(module), self._number(paths[id(module)]))
@@ -189,9 +203,3 @@ class Layers:
             self._numbers[name] = len(self.names)
             self.names.append(name)
         return self._numbers[name]
-
-
-def _title(root: Any) -> str:
-    """Class of a root; of the module inside where the compiler wraps it."""
-    inner = root.__dict__.get("_modules", {}).get("_orig_mod")
-    return type(inner if inner is not None else root).__name__

@@ -1,0 +1,92 @@
+"""The same step run in several ways, side by side."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import polars as pl
+
+from nbmemprof import _optional, recording
+from nbmemprof.analyses.breakdown import breakdown
+from nbmemprof.analyses.layers import COLUMNS
+from nbmemprof.analyses.summary import summary
+from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
+
+__all__ = ["compare"]
+
+
+def compare(*, warm: int = 1, source: Any = "auto", **functions: Callable[[], Any]) -> pl.DataFrame:
+    """What does the same step need when it is run in several ways?
+
+    ``mp.compare(train=step, no_grad=lambda: quiet(step), inference_mode=…)``. Each function runs ``warm`` times
+    unrecorded (workspaces, caches, optimizer state are made then), then once recorded; what it returns is let go in between.
+
+    Parameters
+    ----------
+    warm
+        Runs before the recorded one.
+    source
+        As for :func:`nbmemprof.record`.
+
+    Returns
+    -------
+    One row a function and device, in the order given: ``function device kind start_bytes peak_bytes end_bytes`` (live block bytes)
+    ``rise_bytes`` (the peak above the start) ``kept_bytes`` (end above start) ``saved_bytes`` (what autograd kept for backward, at its highest) ``seconds`` (recording
+    included), and by category at the peak ``weights_bytes … other_bytes`` (requested bytes). What autograd costs is the difference of two rows.
+
+    Raises
+    ------
+    NbmemprofError
+        Without a function. An error of a function itself is raised as it is.
+    """
+    if not functions or not all(callable(f) for f in functions.values()):
+        raise NbmemprofError(f"compare needs functions by name, not {functions!r}. Write mp.compare(train=step, no_grad=other_step).")
+    rows: list[dict[str, Any]] = []
+    for name, function in functions.items():
+        for _ in range(warm):
+            function()
+        gc.collect()
+        with recording.record(source=source, title=name) as rec:
+            begin = time.perf_counter()
+            result = function()
+            _wait()
+            seconds = time.perf_counter() - begin
+        assert rec.capture is not None  # noqa: S101 - the block has ended
+        rows += [{"function": name} | row | {"seconds": seconds} for row in _of(rec.capture)]
+        del result, rec
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _of(capture: Capture) -> list[dict[str, Any]]:
+    shown, found = breakdown(capture), []
+    for row in summary(capture).to_dicts():
+        mine = shown.filter(pl.col("device").eq_missing(pl.lit(row["device"], pl.Int64)), pl.col("kind").cast(pl.String) == str(row["kind"]))
+        by = dict(zip(mine["category"].cast(pl.String), mine["requested_bytes"], strict=True))
+        allocations = capture.allocations.filter(pl.col("device").eq_missing(pl.lit(row["device"], pl.Int64)), pl.col("kind").cast(pl.String) == str(row["kind"]))
+        start = int(allocations.filter("at_start")["size_bytes"].sum())
+        peak, end = row["peak_allocated_bytes"], row["end_allocated_bytes"]
+        found.append(
+            {"device": row["device"], "kind": str(row["kind"]), "start_bytes": start, "peak_bytes": peak, "end_bytes": end,
+             "rise_bytes": peak - start if peak is not None else None, "kept_bytes": end - start if end is not None else None, "saved_bytes": _saved(allocations)}
+            | {column: by.get(word, 0) for word, column in COLUMNS.items()} | {"other_bytes": sum(size for word, size in by.items() if word not in COLUMNS)}
+        )  # fmt: skip
+    return found
+
+
+def _saved(allocations: pl.DataFrame) -> int:
+    """Highest sum of requested bytes that autograd kept for backward."""
+    kept = allocations.filter(pl.col("evidence").cast(pl.String) == "saved", pl.col("free_seq").is_not_null(), pl.col("alloc_seq").is_not_null())
+    if kept.is_empty():
+        return 0
+    moves = pl.concat([kept.select(seq="alloc_seq", change="requested_bytes"), kept.select(seq="free_seq", change=-pl.col("requested_bytes"))]).sort("seq")
+    return int(moves["change"].cum_sum().max())  # type: ignore[arg-type]
+
+
+def _wait() -> None:
+    torch = _optional.loaded("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

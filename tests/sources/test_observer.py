@@ -1,0 +1,342 @@
+"""Hooks that watch a program leave it as it was: what it computes, its own hooks, its errors, the compiler, and nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import traceback
+import warnings
+import weakref
+from typing import Any
+
+import polars as pl
+import pytest
+from cuda_like import CudaLike, live_before_backward, saved_bytes
+
+import nbmemprof as mp
+from nbmemprof import tags
+from nbmemprof.capture import Capture
+from nbmemprof.sources._observer import Observer
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+
+
+def tables() -> list[int]:
+    """How much stands in torch's tables of global hooks."""
+    modules, optim = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
+    return [len(v) for m in (modules, optim) for n, v in sorted(vars(m).items()) if n.startswith("_global_") and hasattr(v, "__len__")]
+
+
+def functions() -> list[Any]:
+    modules = sys.modules["torch.nn.modules.module"]
+    names = [(torch._C, "_stash_obj_in_tls"), (torch._C, "_remove_obj_from_tls"), (torch, "compile"), (modules, "_has_any_global_hook")]
+    return [getattr(owner, name, None) for owner, name in names]
+
+
+def by_category(capture: Capture, rows: pl.DataFrame | None = None) -> dict[str, int]:
+    rows = capture.allocations if rows is None else rows
+    return dict(rows.group_by(pl.col("category").cast(pl.String)).agg(pl.col("requested_bytes").sum()).iter_rows())
+
+
+def mlp(width: int = 64, depth: int = 3) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())])
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+class Trained:
+    """A model that is made and trained within the recording."""
+
+    def __init__(self, model: Any, x: Any, steps: int = 2, **options: Any) -> None:
+        self.model, self.x = model, x
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with CudaLike(**options) as self.run:
+            for _ in range(steps):
+                self.forward().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.forward().backward()
+        self.capture, self.optimizer = self.run.capture, optimizer
+
+    def forward(self) -> Any:
+        return self.model(self.x).square().mean()
+
+
+# ---------------------------------------------------------------------- what it finds
+@pytest.mark.cost(3)
+@pytest.mark.parametrize("notes", [True, False])
+@pytest.mark.parametrize("kind", ["mlp", "attention", "convolution"])
+def test_categories_are_the_models_arithmetic_and_activations_what_autograd_saves(kind: str, notes: bool) -> None:
+    torch.manual_seed(0)
+    make: dict[str, Any] = {
+        "mlp": lambda: (mlp(), torch.randn(32, 64)),
+        "attention": lambda: (nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2), torch.randn(4, 16, 32)),
+        "convolution": lambda: (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 7 * 7, 10)), torch.randn(4, 3, 16, 16)),
+    }
+    model, x = make[kind]()
+    seen = Trained(model, x, notes=notes)
+    assert seen.run.observer.faults == {}
+    made = by_category(seen.capture, seen.capture.allocations.filter(pl.col("free_seq").is_null() & pl.col("alloc_seq").is_not_null()))
+    assert made["gradients"] == bytes_of(p.grad for p in model.parameters())
+    assert made["optimizer_state"] == bytes_of(t for s in seen.optimizer.state.values() for t in s.values())
+    truth = saved_bytes(seen.forward, [*model.parameters(), *model.buffers(), x])
+    for step in (0, 1, 2):
+        live = live_before_backward(seen.capture, step)
+        assert live.filter(pl.col("evidence").cast(pl.String) == "saved")["requested_bytes"].sum() == truth
+    rows = seen.capture.allocations
+    assert rows.filter(pl.col("phase").cast(pl.String) == "optimizer")["category"].cast(pl.String).unique().sort().to_list() == ["optimizer_state", "temporary"]
+    assert rows.filter(pl.col("category").cast(pl.String) == "unknown", pl.col("alloc_seq").is_not_null()).is_empty()
+
+
+def test_recomputed_activations_are_told_from_kept_ones() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([mlp(64, 2) for _ in range(3)])
+
+        def forward(self, x: Any) -> Any:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    seen = Trained(Net(), torch.randn(16, 64, requires_grad=True), steps=1)
+    rows = seen.capture.allocations.filter(pl.col("category").cast(pl.String) == "activations")
+    assert set(rows["phase"].cast(pl.String).unique().to_list()) >= {"forward", "recompute"}
+    again = rows.filter(pl.col("phase").cast(pl.String) == "recompute")
+    assert again["layer"].cast(pl.String).str.starts_with("Net.blocks.").all()
+
+
+def test_accumulated_gradients_are_gradients_for_all_their_life() -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    with CudaLike() as run:
+        for _ in range(3):
+            model(x).sum().backward()
+    rows = run.capture.allocations.filter(pl.col("category").cast(pl.String) == "gradients", pl.col("evidence").cast(pl.String) == "storage", pl.col("alloc_seq").is_not_null())
+    assert rows["requested_bytes"].sum() == bytes_of(model.parameters())
+    assert rows["free_seq"].null_count() == rows.height
+
+
+def test_inference_keeps_nothing_for_backward() -> None:
+    model, x = mlp(), torch.randn(8, 64)
+    with CudaLike() as run, torch.no_grad():
+        kept = model(x)
+    found = by_category(run.capture, run.capture.allocations.filter(pl.col("alloc_seq").is_not_null()))
+    assert found["activations"] == kept.untyped_storage().nbytes()
+    assert set(found) == {"activations", "temporary"}
+
+
+def test_a_tag_and_a_named_phase_are_what_the_user_says() -> None:
+    with CudaLike() as run:
+        with mp.phase("rollout"):
+            blocks = mp.tag([torch.zeros(1000), torch.zeros(2000)], "kv_cache", "block table")
+        other = torch.zeros(3000)
+    rows = run.capture.allocations.filter(pl.col("alloc_seq").is_not_null()).sort("requested_bytes")
+    assert rows["category"].cast(pl.String).to_list() == ["kv_cache", "kv_cache", "unknown"]
+    assert rows["evidence"].cast(pl.String).to_list() == ["tag", "tag", "none"]
+    assert rows["phase"].cast(pl.String).to_list() == ["rollout", "rollout", None]
+    del blocks, other
+    gc.collect()
+    assert list(tags.tagged()) == []
+
+
+def test_a_wrong_category_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(mp.NbmemprofError, match="weights, gradients"):
+        mp.tag(torch.zeros(1), "kvcache")
+
+
+def test_steps_end_with_the_last_of_several_optimizers() -> None:
+    a, b, x = mlp(8, 1), mlp(8, 1), torch.randn(2, 8)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (a, b))
+    with CudaLike() as run:
+        for _ in range(3):
+            for model, optimizer in ((a, first), (b, second)):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert run.capture.tables["contexts"]["step"].max() in (2, 3)
+    assert run.capture.allocations.filter(pl.col("phase").cast(pl.String) == "forward")["step"].unique().sort().to_list() == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------- what it leaves alone
+def test_nothing_stays_behind() -> None:
+    before, patched, listening = tables(), functions(), len(tags.listeners)
+    with CudaLike() as run:
+        mlp()(torch.randn(2, 64)).sum().backward()
+    assert (tables(), functions(), len(tags.listeners)) == (before, patched, listening)
+    assert run.said[-1][2] == ""  # the thread's note
+    with pytest.raises(ZeroDivisionError), CudaLike():
+        1 / 0  # noqa: B018
+    assert (tables(), functions()) == (before, patched)
+
+
+def test_models_and_tensors_die_when_they_would() -> None:
+    with CudaLike():
+        model = mlp()
+        out = model(torch.randn(2, 64))
+        out.sum().backward()
+        gone = [weakref.ref(model), weakref.ref(out), weakref.ref(next(model.parameters()))]
+        del model, out
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None, None]
+
+
+def test_hooks_of_the_users_own_copies_slots_functional_call_and_vmap_work_as_ever() -> None:
+    class Slotted:
+        __slots__ = ("net",)
+
+        def __init__(self, net: Any) -> None:
+            self.net = net
+
+    def work() -> list[Any]:
+        model, calls, x = mlp(8, 1), [], torch.arange(16.0).reshape(2, 8)
+        handles = [model.register_forward_hook(lambda m, a, o: calls.append("forward") or o * 2), model.register_full_backward_hook(lambda m, i, o: calls.append("backward"))]
+        model(x).sum().backward()
+        for handle in handles:
+            handle.remove()
+        twin = copy.deepcopy(model)
+        parameters = dict(model.named_parameters())
+        slotted = Slotted(twin)
+        per_sample = torch.func.vmap(torch.func.grad(lambda p, s: torch.func.functional_call(model, p, (s,)).sum()), in_dims=(None, 0))(parameters, x)
+        return [calls, slotted.net(x), torch.func.functional_call(model, parameters, (x,)), *per_sample.values(), *(p.grad for p in model.parameters())]
+
+    plain = work()
+    with CudaLike() as run:
+        watched = work()
+    assert watched[0] == plain[0] == ["forward", "backward"]
+    assert all(torch.equal(a, b) for a, b in zip(watched[1:], plain[1:], strict=True))
+    assert run.observer.faults == {}
+
+
+def test_an_error_in_a_forward_shows_no_frame_of_ours_and_the_next_forward_has_its_place() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise ValueError("mine")
+
+    model = nn.Sequential(nn.Linear(8, 8), Fails())
+    with warnings.catch_warnings(), CudaLike() as run:
+        warnings.simplefilter("error")
+        try:
+            model(torch.randn(2, 8))
+        except ValueError as error:
+            shown = "".join(traceback.format_exception(error))
+        kept = nn.Sequential(nn.Linear(4, 4))(torch.randn(2, 4))
+    assert "nbmemprof" not in shown
+    assert run.observer.faults == {}
+    row = run.capture.allocations.filter((pl.col("requested_bytes") == kept.untyped_storage().nbytes()) & (pl.col("phase").cast(pl.String) == "forward"))
+    assert row["layer"].cast(pl.String).str.ends_with(".0").to_list() == [True]
+
+
+def test_an_error_in_backward_shows_no_frame_of_ours() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            raise ValueError("mine")
+
+    with CudaLike() as run:
+        try:
+            Breaks.apply(torch.ones(3, requires_grad=True)).sum().backward()
+        except ValueError as error:
+            shown = "".join(traceback.format_exception(error))
+        after = torch.zeros(777)
+    assert "nbmemprof" not in shown
+    assert run.capture.allocations.filter(pl.col("requested_bytes") == after.untyped_storage().nbytes())["phase"].to_list() == [None]
+
+
+def test_notes_of_the_users_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryMetadata", said.append, raising=False)
+    observer = Observer(torch, "cpu", torch._C._cuda_setMemoryMetadata)  # type: ignore[attr-defined]
+    observer.open()
+    torch._C._cuda_setMemoryMetadata("the user's")  # type: ignore[attr-defined]
+    mlp()(torch.randn(2, 64))
+    observer.close()
+    assert said[-1] == "the user's"
+
+
+@pytest.mark.cost(12)
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_the_compiler_sees_nothing_of_it(when: str) -> None:
+    """No graph break, no second compilation, no warning; whether compiled before the window or within it."""
+    from torch._dynamo.utils import counters
+
+    def stats() -> dict[str, Any]:
+        return {name: dict(counters[name]) for name in ("stats", "graph_break")}
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, x = mlp(8, 1), torch.randn(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        observer = Observer(torch, "cpu", lambda _: None)
+        if when == "within":
+            observer.open()
+        whole, function = torch.compile(model, backend="eager", fullgraph=True), torch.compile(lambda t: model(t).sum(), backend="eager", fullgraph=True)
+        whole(x)
+        function(x)
+        first = stats()
+        if when == "within":
+            observer.close()
+        whole(x)
+        function(x)
+        observer = Observer(torch, "cpu", lambda _: None)
+        observer.open()
+        try:
+            whole(x)
+            function(x)
+        finally:
+            observer.close()
+    assert stats() == first
+    assert first["graph_break"] == {}
+    assert observer.faults == {}
+
+
+# ---------------------------------------------------------------------- analyses on it
+@pytest.mark.cost(3)
+def test_compare_tells_what_autograd_keeps() -> None:
+    """Equal to the arithmetic of saved tensors, on two models."""
+    torch.manual_seed(0)
+    for model, x in ((mlp(64, 3), torch.randn(32, 64)), (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)), torch.randn(4, 3, 8, 8))):
+
+        def train(model: Any = model, x: Any = x) -> None:
+            model(x).square().mean().backward()
+
+        def quiet(model: Any = model, x: Any = x) -> None:
+            with torch.no_grad():
+                model(x).square().mean()
+
+        frame = mp.compare(train=train, no_grad=quiet, source="torch_cpu")
+        truth = saved_bytes(lambda model=model, x=x: model(x).square().mean(), [*model.parameters(), x])
+        assert frame["function"].to_list() == ["train", "no_grad"]
+        assert frame["saved_bytes"].to_list() == [truth, 0]
+
+
+def test_compare_needs_functions() -> None:
+    with pytest.raises(mp.NbmemprofError, match="functions by name"):
+        mp.compare()
+
+
+def test_layers_sum_to_the_whole_and_parents_hold_their_children() -> None:
+    seen = Trained(nn.Sequential(mlp(64, 2), nn.Sequential(nn.Linear(64, 64))), torch.randn(32, 64))
+    frame, whole = mp.layers(seen.capture, at="end"), mp.breakdown(seen.capture, at="end")
+    title = frame.filter(pl.col("layer").str.ends_with(".0.2"))["layer"][0].removesuffix(".0.2")  # several models of a class have numbers
+    top = frame.filter(pl.col("parent").is_null())
+    assert top["size_bytes"].sum() == whole["size_bytes"].sum()
+    assert frame["own_bytes"].sum() == whole["size_bytes"].sum()
+    inner = frame.filter(pl.col("layer") == f"{title}.0").row(0, named=True)
+    children = frame.filter(pl.col("parent") == f"{title}.0")
+    assert inner["size_bytes"] == children["size_bytes"].sum() + inner["own_bytes"]
+    assert inner["gradients_bytes"] == bytes_of(seen.model[0].parameters())
+    assert title in mp.layers(seen.capture, at="end", depth=0)["layer"].to_list()
+    with pytest.raises(mp.NbmemprofError, match="below 0"):
+        mp.layers(seen.capture, depth=-1)
