@@ -21,6 +21,12 @@ _POLICIES = {"ascending": M.ASCENDING, "descending": M.DESCENDING, "windows": M.
 _BASE = 0x700000000000
 _CARD = 141 << 30  # an unknown card is taken to be an H200: its size only sets the reach of expandable segments
 
+
+def _slot(name: tuple[int, int]) -> int:
+    """Where a pool stands in torch's tables of pools (``ska::flat_hash_map``, Fibonacci hashing of the id's part that is not 0)."""
+    return ((name[0] or name[1]) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+
+
 STATISTICS = {
     "allocation": M.ALLOCATION, "segment": M.SEGMENT, "active": M.ACTIVE, "inactive_split": M.INACTIVE_SPLIT, "allocated_bytes": M.ALLOCATED_BYTES,
     "reserved_bytes": M.RESERVED_BYTES, "active_bytes": M.ACTIVE_BYTES, "inactive_split_bytes": M.INACTIVE_SPLIT_BYTES, "requested_bytes": M.REQUESTED_BYTES,
@@ -64,6 +70,7 @@ class Model:
         self.configure(settings, limit_bytes, card_bytes or capacity_bytes)
         self.set_policy(policy)
         self.pools: list[int] = []
+        self._chain: list[tuple[int, int]] = []  # private pools: place in the table, record
         default = self.add_pool()
         m = self.m
         m[M.DEFAULT_SMALL], m[M.DEFAULT_LARGE] = m[default + M.POOL_SMALL], m[default + M.POOL_LARGE]
@@ -95,8 +102,8 @@ class Model:
         else:
             m[M.POLICY], m[M.NEXT_ADDR] = M.RANDOM, (policy * 7919 + 1) & 0x7FFFFF
 
-    def add_pool(self, *, no_split: bool = False, custom: bool = False, on_oom: bool = False) -> int:
-        """Make a pool: its record. Private pools stand in the chain in the order of their making."""
+    def add_pool(self, name: tuple[int, int] | None = None, *, no_split: bool = False, custom: bool = False, on_oom: bool = False) -> int:
+        """Make a pool: its record. Private pools stand in the chain in the order of torch's hash table, those without a name as they were made."""
         pool = self._record(M.IS_POOL)
         halves = [self._record(M.IS_HALF) for _ in range(2)]
         m = self.m
@@ -105,10 +112,13 @@ class Model:
         m[pool + M.POOL_SMALL], m[pool + M.POOL_LARGE], m[pool + M.POOL_NEXT] = halves[0], halves[1], 0
         m[pool + M.POOL_NO_SPLIT], m[pool + M.POOL_CUSTOM], m[pool + M.POOL_ON_OOM] = no_split, custom, on_oom and self.rules.use_on_oom
         m[pool + M.POOL_FREEABLE], m[pool + M.POOL_NUMBER] = 0, len(self.pools)
-        if self.pools:
-            last = self.pools[-1] if len(self.pools) > 1 else 0
-            m[last + M.POOL_NEXT if last else M.POOLS] = pool
         self.pools.append(pool)
+        if len(self.pools) > 1:
+            self._chain.append((_slot(name) if name else len(self.pools), pool))
+            self._chain.sort()
+            for at, following in zip(self._chain, [*self._chain[1:], (0, 0)], strict=True):
+                m[at[1] + M.POOL_NEXT] = following[1]
+            m[M.POOLS] = self._chain[0][1]
         return pool
 
     def _record(self, state: int) -> int:

@@ -38,6 +38,7 @@ from nbmemprof.allocator._memory import (
     OOMS,
     OVERSIZE_ALLOCATIONS,
     POOL_CUSTOM,
+    POOL_FREEABLE,
     POOL_LARGE,
     POOL_NEXT,
     POOL_NO_SPLIT,
@@ -105,12 +106,12 @@ def grow(m: Ints, t: Ints, free_list: int, rounded: int, nominal: int, expandabl
     if b:
         return b
     half = m[free_list + LIST_HALF]
-    if half == m[DEFAULT_SMALL] or half == m[DEFAULT_LARGE]:
+    if expandable == 0 and (half == m[DEFAULT_SMALL] or half == m[DEFAULT_LARGE]):
         pool = m[POOLS]
         while pool:
-            if m[pool + POOL_ON_OOM]:
+            if m[pool + POOL_ON_OOM] and m[pool + POOL_FREEABLE] == 0:
                 other = m[pool + POOL_SMALL] if m[half + HALF_SMALL] else m[pool + POOL_LARGE]
-                b = search(m, list_of(m, other, m[free_list + LIST_STREAM]), rounded, 1 if m[EXPANDABLE] and m[pool + POOL_CUSTOM] == 0 else 0)
+                b = search(m, list_of(m, other, m[free_list + LIST_STREAM]), rounded, 0)
                 if b:
                     return b
             pool = m[pool + POOL_NEXT]

@@ -13,8 +13,10 @@ from nbmemprof.allocator._driver import flush, pool_holding, release_pool
 from nbmemprof.allocator._memory import (
     ALLOC,
     AMBIGUOUS,
+    AREA,
     AT,
     CAPACITY,
+    DEFAULT_LARGE,
     DROP_POOL,
     EMPTY,
     END,
@@ -26,10 +28,14 @@ from nbmemprof.allocator._memory import (
     FREE_REQUESTED,
     GC_LIMIT,
     GC_ON,
+    HALF_FIRST,
     INFER,
     LIMIT,
+    LIST_FREE,
+    LIST_NEXT,
     LIVE,
     MODE,
+    NEXT,
     NEXT_GIVEN,
     NOW,
     OOM,
@@ -39,6 +45,7 @@ from nbmemprof.allocator._memory import (
     POOL_FREEABLE,
     POOL_LARGE,
     POOL_SMALL,
+    PREV,
     RECORD,
     RESERVED,
     ROOM,
@@ -53,6 +60,7 @@ from nbmemprof.allocator._memory import (
     SOURCE,
     STATE,
     STOP,
+    SYNCS,
     T_ADDR,
     T_POOL,
     T_ROW,
@@ -67,6 +75,8 @@ from nbmemprof.allocator._memory import (
     WRONG_SIZE,
     WRONG_STREAM,
     Ints,
+    after,
+    at_least,
 )  # fmt: skip
 from nbmemprof.allocator._rules import malloc, round_size, segment_size
 from nbmemprof.allocator.rounding import SMALL_SIZE
@@ -132,7 +142,8 @@ def serve(m: Ints, t: Ints, o: Ints, h: Ints, e: Ints) -> int:
             flush(m, t)
         elif kind == DROP_POOL:
             m[o[i + T_POOL] + POOL_FREEABLE] = 1
-            if o[i + T_SIZE]:
+            if o[i + T_SIZE]:  # a MemPool is deleted: an empty_cache() of its own
+                m[SYNCS] += 1
                 release_pool(m, t, o[i + T_POOL])
     return DONE
 
@@ -205,6 +216,19 @@ def would_release(m: Ints, t: Ints, k: int) -> int:
     return 1 if needed > m[LIMIT] or needed > m[CAPACITY] or (m[GC_ON] and m[RESERVED] > m[GC_LIMIT]) else 0
 
 
+def collectable(m: Ints) -> int:
+    """Whether the collector would free something now."""
+    free_list = m[m[DEFAULT_LARGE] + HALF_FIRST]
+    while free_list:
+        b = at_least(m, free_list + LIST_FREE, 0)
+        while b:
+            if m[b + PREV] == 0 and m[b + NEXT] == 0 and m[b + AREA] == 0:
+                return 1
+            b = after(m, b)
+        free_list = m[free_list + LIST_NEXT]
+    return 0
+
+
 def flushes_next(m: Ints, t: Ints, j: int) -> int:
     """Whether a run of ``free_completed`` belongs to the flush of the request after it, not to the polling before its search."""
     k = next_request(m, t, j)
@@ -215,7 +239,7 @@ def flushes_next(m: Ints, t: Ints, j: int) -> int:
         p += WORDS
     if t[p] != OOM and t[p] != SEGMENT_FREE and t[p] != SEGMENT_UNMAP:
         return 0
-    if would_fit(m, t, k):
+    if would_fit(m, t, k) or (m[GC_ON] and m[RESERVED] > m[GC_LIMIT] and collectable(m)):  # the collector would have come before the flush
         return 0
     needed = m[RESERVED] + segment_size(m, round_size(m, t[k + T_SIZE]))
     return 1 if t[k] == OOM or needed > m[LIMIT] or needed > m[CAPACITY] else 0

@@ -31,7 +31,11 @@ PoolId = tuple[int, int]
 @functools.cache
 def _oom_class(base: type | None) -> type[OutOfMemoryError]:
     """An error that ``except torch.OutOfMemoryError`` catches too, where torch is loaded."""
-    return OutOfMemoryError if base is None else type("OutOfMemoryError", (OutOfMemoryError, base), {"__module__": "nbmemprof", "__doc__": OutOfMemoryError.__doc__})
+    return (
+        OutOfMemoryError
+        if base is None
+        else type("OutOfMemoryError", (OutOfMemoryError, base), {"__module__": "nbmemprof", "__doc__": OutOfMemoryError.__doc__})
+    )
 
 
 class Device:
@@ -73,7 +77,9 @@ class Device:
         self.rules = rules_of(torch)
         settings = conf if isinstance(conf, Settings) else parse(conf, torch)
         if settings.backend != "native":
-            raise NbmemprofError(f"backend:{settings.backend} leaves memory to the driver's pool; only torch's native allocator is modelled. Leave the option out.")
+            raise NbmemprofError(
+                f"backend:{settings.backend} leaves memory to the driver's pool; only torch's native allocator is modelled. Leave the option out."
+            )
         self.torch, self.device = torch or DEFAULT, device
         self.capacity_bytes = None if capacity_bytes is None else parse_bytes(capacity_bytes)
         limit = None if limit_bytes is None else parse_bytes(limit_bytes)
@@ -88,7 +94,7 @@ class Device:
         self._calls = 0
         self._live: dict[int, int] = {}
         self._uses: dict[int, set[int]] = {}
-        self._queues: dict[int, deque[list[int]]] = {}
+        self._queues: dict[int, deque[list[Any]]] = {}  # [[block, events it waits for], whether the stream is busy with it]
         self._busy: set[int] = set()
         self._deferred: list[tuple[int, set[int]]] = []
         self._pools: dict[PoolId, int] = {(0, 0): self._model.default}
@@ -152,22 +158,25 @@ class Device:
 
     # ------------------------------------------------------------------ streams
     def busy(self, stream: int) -> None:
-        """From now on this stream's work does not end until :meth:`synchronize`; other streams are done whenever they are asked."""
+        """What is put on this stream from now on does not end until :meth:`synchronize`; other streams are done whenever they are asked."""
         self._busy.add(stream)
 
     def synchronize(self, stream: int | None = None) -> None:
         """Let streams finish. Blocks that waited come back at the next ``malloc``, not here."""
+        for of, queue in self._queues.items():
+            for entry in queue if stream in (None, of) else ():
+                entry[1] = False
         self._busy = set() if stream is None else self._busy - {stream}
 
     def _wait(self, block: int, streams: set[int]) -> None:
         item = [block, len(streams)]
         for stream in sorted(streams):
-            self._queues.setdefault(stream, deque()).append(item)
+            self._queues.setdefault(stream, deque()).append([item, stream in self._busy])
 
     def _poll(self) -> None:
-        for stream, queue in self._queues.items():
-            while queue and stream not in self._busy:
-                item = queue.popleft()
+        for queue in self._queues.values():
+            while queue and not queue[0][1]:
+                item = queue.popleft()[0]
                 item[1] -= 1
                 if item[1] == 0:
                     self._call(M.FREE_COMPLETED, block=item[0])
@@ -182,7 +191,7 @@ class Device:
         return self._add((1 + max(i for i, _ in self._pools), 0))
 
     def _add(self, name: PoolId, **options: bool) -> PoolId:
-        self._pools[name] = self._model.add_pool(**options)
+        self._pools[name] = self._model.add_pool(name, **options)
         return name
 
     def _pool(self, name: PoolId) -> int:
@@ -222,7 +231,25 @@ class Device:
     def drop_pool(self, pool: PoolId) -> None:
         """The last user of a pool goes: a MemPool gives its free memory back at once, a graph's at the next flush."""
         handle = self._pool(pool)
-        self._call(M.DROP_POOL, size=1 if pool[0] == 0 else 0, extra=handle)
+        if pool[0] != 0:
+            self._call(M.DROP_POOL, extra=handle)
+            return
+        self._finish(handle)
+        waiting = self._queues
+        self._queues = {}
+        self._call(M.DROP_POOL, size=1, extra=handle)
+        self._queues = waiting  # a deleted MemPool waits for its own blocks only
+
+    def _finish(self, pool: int) -> None:
+        """Wait for the streams that use a pool's freed blocks."""
+        m = self._model.m
+        for queue in self._queues.values():
+            for entry in [e for e in queue if m[m[m[e[0][0] + M.LIST] + M.LIST_HALF] + M.HALF_POOL] == pool]:
+                queue.remove(entry)
+                entry[0][1] -= 1
+                if entry[0][1] == 0:
+                    self._call(M.FREE_COMPLETED, block=entry[0][0])
+                    m = self._model.m
 
     def _quiet(self) -> bool:
         return bool(self._model.m[M.QUIET])
@@ -307,7 +334,9 @@ class Device:
         out = []
         for i, (kind, addr, size, stream, _row, _source) in enumerate(rows.tolist()):
             place = {"device_free": max(0, addr)} if kind == M.OOM else {"addr": addr}
-            out.append({"action": _WORDS[kind]} | place | {"size": size, "stream": stream, "time_us": i, "compile_context": "N/A", "user_metadata": "", "frames": []})
+            out.append(
+                {"action": _WORDS[kind]} | place | {"size": size, "stream": stream, "time_us": i, "compile_context": "N/A", "user_metadata": "", "frames": []}
+            )
         return out
 
     # ------------------------------------------------------------------ the way into the rules

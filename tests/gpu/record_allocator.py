@@ -380,6 +380,7 @@ class Modelled:
         """The first graph of a process makes two small tensors for random numbers, which stay while a graph does."""
         for _ in range(2):
             self.device.malloc(8, stream=self.streams[stream])
+        self.device.graph_pool()
 
     def _begin(self, graph: int, stream: int, share: int | None) -> None:
         context = self.device.capture(None if share is None else self.pools["graph", share])

@@ -1,0 +1,204 @@
+"""What an H200 did with scripts whose outcome was said beforehand: graphs, pools, the driver's refusal, streams under a limit; four patterns under five settings."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import pickle
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+import nbmemprof as mp
+from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator import verdict
+
+TESTS = Path(__file__).parents[1]
+FOLDER = TESTS / "fixtures" / "h200" / "allocator"
+sys.path.append(str(TESTS / "gpu"))
+import record_allocator as scripts
+
+MIB = 1 << 20
+FORETOLD = json.loads((FOLDER.parent / "allocator_predictions.json").read_text())
+# the prediction that was committed before the recording holds for every row; the others' misses are in the fixtures' README
+HELD = ("graph", "graph_streams", "streams_limit_gc", "lseg64")
+# completions of one poll come in the order of the runtime's table of streams, which hangs on ids that no file has
+ORDER_OF_STREAMS = ("streams_limit", "streams_limit_gc")
+ALONE = ("driver_oom", "driver_oom_exp", "graph_streams", "streams_limit", "streams_limit_gc", "lseg64")
+LETTERS = {
+    "a": "alloc", "r": "free_requested", "f": "free_completed", "S": "segment_alloc", "F": "segment_free", "M": "segment_map", "U": "segment_unmap", "O": "oom",
+}  # fmt: skip
+
+
+@functools.cache
+def recorded(name: str) -> dict:
+    return json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
+
+
+def whole(trace: list, segments: list, conf: str) -> dict:
+    """The snapshot of a trace."""
+    events = [{"action": a, ("device_free" if a == "oom" else "addr"): x, "size": s, "stream": t, "time_us": i} for i, (a, x, s, t) in enumerate(trace)]
+    made = []
+    for addr, size, stream, expandable, blocks, kind, pool in segments:
+        at, held = addr, []
+        for length, requested, state in blocks:
+            held.append({"address": at, "size": length, "requested_size": requested, "state": state})
+            at += length
+        made.append({
+            "address": addr, "total_size": size, "stream": stream, "is_expandable": expandable, "segment_type": kind, "segment_pool_id": tuple(pool), "blocks": held, "device": 0,
+        })  # fmt: skip
+    return {"segments": made, "device_traces": [events], "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": conf}}
+
+
+def of_pattern(name: str) -> tuple[mp.Capture, dict]:
+    found = recorded(f"whatif_{name}")
+    rows = zip(found["actions"], found["addrs"], found["sizes"], found["streams"], strict=True)
+    trace = [[LETTERS[a], x + (0 if a == "O" else found["addr_base"]), s, t] for a, x, s, t in rows]
+    return mp.load(whole(trace, [], found["conf"])), found["truth"]
+
+
+def in_order(events: list, name: str) -> list:
+    """Events; runs of completions sorted where their order is the runtime's."""
+    if name not in ORDER_OF_STREAMS:
+        return events
+    out: list = []
+    run: list = []
+    for event in [*events, None]:
+        if event is not None and event[0] == "free_completed":
+            run.append(event)
+            continue
+        out += sorted(run)
+        run = []
+        if event is not None:
+            out.append(event)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- request by request
+@pytest.mark.cost(0.5)
+@pytest.mark.parametrize("name", scripts.SCRIPTS)
+def test_every_address_and_16_counters_after_each_operation(name):
+    found = recorded(f"ops_{name}")
+    conf, make = scripts.SCRIPTS[name]
+    assert found["script"] == scripts.digest(make())
+    trace = found["trace"]
+    following = [0] * (len(trace) + 1)
+    for i in range(len(trace) - 1, -1, -1):
+        following[i] = trace[i][1] if trace[i][0] in ("segment_alloc", "segment_map") else following[i + 1]
+    card = found["free_before"] // (2 * MIB) * (2 * MIB) if found["fill"] else None
+    model = scripts.Modelled(conf, streams=found["streams"], fill=found["fill"], capacity=card, addresses=[0])
+    for number, (operation, row) in enumerate(zip(make(), found["ops"], strict=False)):
+        model.device._given.clear()  # the driver's answer, were one needed: the address that it gave next
+        model.device._given.append(following[min(int(model.device._model.m[M.AT]) // M.WORDS, len(trace))])
+        answer = model.do(operation)
+        if operation[0] in ("alloc", "fill"):
+            assert answer == row[-2], f"operation {number}"
+        assert model.counters() == row[-1], f"operation {number}"
+    snapshot = model.device.snapshot()
+    events = [[e["action"], e.get("addr"), e["size"], e["stream"]] for e in snapshot["device_traces"][0]]
+    assert in_order(events, name) == in_order([[a, None if a == "oom" else x, s, t] for a, x, s, t in trace], name)
+    left = [
+        [s["address"], s["total_size"], s["stream"], s["is_expandable"], [[b["size"], b["requested_size"], b["state"]] for b in s["blocks"]], s["segment_type"]]
+        for s in snapshot["segments"]
+    ]
+    assert left == [s[:6] for s in found["segs"]]
+
+
+def test_the_scripts_reach_what_they_are_for():
+    last = {name: dict(zip(scripts.KEYS, recorded(f"ops_{name}")["ops"][-1][-1], strict=True)) for name in scripts.SCRIPTS}
+    assert min(last[n]["num_ooms"] for n in ("driver_oom", "driver_oom_exp", "pool_on_oom", "pool_on_oom_exp", "streams_limit", "streams_limit_gc")) >= 3
+    assert last["driver_oom"]["num_alloc_retries"] > last["driver_oom"]["num_ooms"]
+    for name in ("graph", "graph_exp", "graph_streams"):
+        assert {"begin", "end", "replay", "reset"} <= {row[0] for row in recorded(f"ops_{name}")["ops"]}
+    assert recorded("ops_graph_exp")["stopped"].startswith("operation 297, ['empty']: AcceleratorError")
+
+
+def test_a_driver_gives_exactly_what_it_calls_free():
+    """The committed prediction: whole pages of 2 MiB, until the very last; the limit set later has a text of its own."""
+    for name in ("driver_oom", "driver_oom_exp"):
+        found = recorded(f"ops_{name}")
+        refused = [i for i, row in enumerate(found["ops"]) if row[-2] == "OOM"]
+        assert refused == FORETOLD["scripts"][name]["policies"]["windows"]["refused"]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_was_said_before_the_recording_holds(name):
+    rows = [[scripts.outcome(row[-2]) if row[0] in ("alloc", "fill") else None, row[-1]] for row in recorded(f"ops_{name}")["ops"]]
+    assert scripts.digest(rows) == FORETOLD["scripts"][name]["policies"]["windows"]["rows"]
+    assert not FORETOLD["scripts"][name]["hangs_on_addresses"]
+
+
+def test_an_option_that_this_torch_does_not_know_was_said_to_be_refused():
+    said = json.loads((FOLDER / "unknown_option.json").read_text())
+    assert said["said"].startswith("refused: Unrecognized key 'throw_on_cudamalloc_oom'")
+    assert FORETOLD["unknown_option"][scripts.UNKNOWN].startswith("refused")
+
+
+@pytest.mark.cost(0.5)
+@pytest.mark.parametrize("name", ALONE)
+def test_the_verdict_of_the_trace_alone(name):
+    """Where private pools are gone at the end (the other scripts), this torch's events don't say which requests were theirs."""
+    found = recorded(f"ops_{name}")
+    told = verdict(mp.load(whole(found["trace"], found["segs"], found["conf"])))
+    assert told["exact"], told["text"]
+
+
+# ---------------------------------------------------------------------------------------------- what-if against truth
+@pytest.mark.cost(4)
+@pytest.mark.parametrize("source", ["default", "expandable"])
+def test_the_true_peak_lies_in_the_range(source):
+    """Four patterns, from one setting's trace to the four others: median width at most 2 %, nine of ten at most 10 %."""
+    widths = []
+    for pattern in scripts.PATTERNS:
+        capture, _ = of_pattern(f"{pattern}_{source}")
+        for setting, conf in scripts.SETTINGS.items():
+            truth = recorded(f"whatif_{pattern}_{setting}")["truth"]
+            row = mp.what_if(capture, [conf], limit_bytes=scripts.GC_LIMITS[pattern] if setting == "gc80" else None).row(0, named=True)
+            assert row["peak_reserved_low_bytes"] <= truth["peak_reserved_bytes"] <= row["peak_reserved_high_bytes"], (pattern, setting)
+            assert row["peak_allocated_low_bytes"] <= truth["peak_allocated_bytes"] <= row["peak_allocated_high_bytes"], (pattern, setting)
+            if setting != source:
+                widths.append((row["peak_reserved_high_bytes"] - row["peak_reserved_low_bytes"]) / truth["peak_reserved_bytes"])
+    assert statistics.median(widths) <= 0.02
+    assert sorted(widths)[int(0.9 * len(widths)) - 1] <= 0.1
+
+
+def test_peaks_said_before_the_recording_hold():
+    for name, said in FORETOLD["patterns"].items():
+        truth = recorded(f"whatif_{name}")["truth"]
+        for counter, (low, high) in said.items():
+            assert low <= truth[counter] <= high, (name, counter)
+
+
+# ---------------------------------------------------------------------------------------------- cases
+def case(name: str) -> tuple[mp.Capture, dict]:
+    return mp.load(pickle.loads(gzip.decompress((FOLDER / f"case_{name}.pickle.gz").read_bytes()))), json.loads((FOLDER / f"case_{name}.json").read_text())
+
+
+def test_out_of_memory_with_half_of_it_unused():
+    capture, found = case("checkerboard")
+    expected = found["expected"]
+    (row,) = mp.oom(capture).to_dicts()
+    assert row["requested_bytes"] == expected["requested"]
+    summary = mp.summary(capture).row(0, named=True)
+    assert (summary["end_reserved_bytes"], summary["end_allocated_bytes"]) == (expected["reserved"], expected["allocated"])
+    (free,) = mp.fragmentation(capture).to_dicts()
+    assert free["free_bytes"] == expected["free"]
+    assert free["releasable_bytes"] == expected["releasable"]
+    assert free["largest_free_bytes"] == expected["largest_hole"]
+    assert free["ratio"] == pytest.approx(expected["fragmentation"])
+    assert verdict(capture)["exact"]
+    (same,) = mp.what_if(capture, [""]).to_dicts()
+    assert (same["origin"], same["ooms"], same["retries"]) == ("measured", 1, 1)
+    assert "1 GiB lie free in 16 pieces, the largest 64 MiB" in found["report"]
+
+
+def test_one_private_pool_a_graph():
+    capture, found = case("graph_pools")
+    expected = found["expected"]
+    private = capture.segments.filter(capture.segments["pool_id"].cast(str) != "0_0")
+    assert private["pool_id"].n_unique() == expected["private_pools"]
+    assert (private["size_bytes"].sum(), private["allocated_bytes"].sum()) == (expected["private_reserved"], expected["private_allocated"])
+    assert verdict(capture)["exact"]
