@@ -27,7 +27,7 @@ __all__ = ["DETECTORS", "Finding", "Seen"]
 _SMALL = 16  # a survivor uses less than a sixteenth of what it holds
 _MIN_PINNED = 1 << 20
 _SLOW = 0.02  # share of the time that device calls take
-_REFUSALS = 8  # that are looked into
+_REFUSALS = 4  # that are looked into
 _MIB = 1 << 20
 _CONF = "PYTORCH_CUDA_ALLOC_CONF"
 

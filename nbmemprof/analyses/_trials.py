@@ -14,7 +14,7 @@ from nbmemprof.allocator._infer import Followed, as_recorded
 from nbmemprof.allocator._infer import recorded_settings as _settings
 from nbmemprof.allocator._model import Model
 from nbmemprof.allocator._serve import Requests
-from nbmemprof.allocator.conf import Settings, parse
+from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.allocator.replay import verdict
 from nbmemprof.allocator.versions import rules_of
 from nbmemprof.allocator.what_if import what_if
@@ -62,8 +62,22 @@ def why_not(capture: Capture) -> str | None:
         return "there are no events of a CUDA device"
     if events > MOST_EVENTS:
         return f"the trace has {format_count(events)} events, more than {format_count(MOST_EVENTS)}; nbmemprof.what_if(capture) takes them all"
+    if (text := _unreadable(capture)) is not None:
+        return text
     judged = verdict(capture)
     return None if judged["exact"] else f"the rules do not give the recorded addresses ({judged['text']})"
+
+
+def _unreadable(capture: Capture) -> str | None:
+    """Whether the configuration text is not what was in force: a comparison would then have no ground."""
+    found, torch = recorded_settings(capture), capture.meta.get("torch")
+    try:
+        written = parse(found.text, torch if isinstance(torch, str) else None)
+    except ConfError as error:
+        return f"its configuration can't be read ({error})"
+    names = ("expandable_segments", "max_split_size", "roundup_power2_divisions", "garbage_collection_threshold")
+    differ = [name for name in names if getattr(found, name) != getattr(written, name)]
+    return f"{', '.join(differ)} in force at the end {'is' if len(differ) == 1 else 'are'} not as its configuration text says" if differ else None
 
 
 def serving(capture: Capture) -> dict[int, tuple[bool, list[str]]]:
@@ -113,5 +127,5 @@ def _try(capture: Capture) -> Trials:
         else:
             others.append(row)
         made.rows[key] = (mine, others)  # type: ignore[assignment]
-    made.rows = {key: (mine or others[0], others if mine else others[1:]) for key, (mine, others) in made.rows.items()}
+    made.rows = {key: rows for key, rows in made.rows.items() if rows[0] is not None}
     return made

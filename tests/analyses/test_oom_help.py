@@ -26,7 +26,7 @@ def test_half_of_a_segment_lies_free_in_sixteen_holes_and_nothing_can_be_given_b
     assert "empty_cache() would not help" in row["help"]
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.5)
 def test_the_setting_that_would_have_served_it_is_replayed_and_really_serves_it():
     row = explained(chequered(), replay=True)
     assert row["setting"] == "expandable_segments:True"
@@ -36,7 +36,7 @@ def test_the_setting_that_would_have_served_it_is_replayed_and_really_serves_it(
     assert "roundup" not in row["help"]
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.5)
 def test_where_no_setting_helps_it_is_said():
     device = Device(limit_bytes=100 * MIB)
     device.malloc(90 * MIB)
@@ -48,7 +48,7 @@ def test_where_no_setting_helps_it_is_said():
     assert row["fits_if_adjacent"] is False
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.5)
 def test_a_trace_that_the_rules_do_not_follow_is_not_replayed():
     a = Allocator(limit=100 * MIB)
     blocks = [a.malloc(20 * MIB, TRAIN) for _ in range(3)]
