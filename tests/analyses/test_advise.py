@@ -206,10 +206,10 @@ def test_the_cheap_part_costs_little_at_a_first_look():
     advise(cap, replay=False)
     took = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         advise(cap, replay=False)
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.05
+        took.append(time.process_time() - start)
+    assert min(took) < 0.15  # about 0.02 s on an idle machine
 
 
 def test_settings_that_were_changed_at_run_time_give_no_ground_to_compare_with():

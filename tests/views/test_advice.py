@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from modelled import MIB, fenced, graphs, loaded, waited
 from strategies import Allocator, frames
 
@@ -12,6 +13,7 @@ from nbmemprof.views.findings import findings
 SITE = frames("train.py:5 step")
 
 
+@pytest.mark.cost(1)
 def test_a_leak_of_two_options_is_said_with_what_to_do():
     said = " ".join(findings(loaded(fenced())))
     assert "max_split_size_mb together with expandable_segments leaks" in said
