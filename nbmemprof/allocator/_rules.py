@@ -106,7 +106,7 @@ def grow(m: Ints, t: Ints, free_list: int, rounded: int, nominal: int, expandabl
     if b:
         return b
     half = m[free_list + LIST_HALF]
-    if expandable == 0 and (half == m[DEFAULT_SMALL] or half == m[DEFAULT_LARGE]):
+    if half == m[DEFAULT_SMALL] or half == m[DEFAULT_LARGE]:  # this search passes expandable blocks over, whatever the option says
         pool = m[POOLS]
         while pool:
             if m[pool + POOL_ON_OOM] and m[pool + POOL_FREEABLE] == 0:
@@ -144,7 +144,9 @@ def malloc(m: Ints, t: Ints, row: int, requested: int, stream: int, pool: int) -
             tell(m, t, OOM, m[CAPACITY] - m[RESERVED] if m[CAPACITY] < NO_LIMIT else 0, rounded, stream, row)
             m[OOMS] += 1
             return 0
-    half = m[m[b + LIST] + LIST_HALF]
+    if m[m[b + LIST] + LIST_HALF] != half:  # a MemPool served instead
+        half = m[m[b + LIST] + LIST_HALF]
+        expandable = 0
     small = m[half + HALF_SMALL]
     rest = m[b + SIZE] - rounded
     if m[m[half + HALF_POOL] + POOL_NO_SPLIT]:

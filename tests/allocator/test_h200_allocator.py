@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import nbmemprof as mp
+from nbmemprof.allocator import Device, verdict
 from nbmemprof.allocator import _memory as M
-from nbmemprof.allocator import verdict
 
 TESTS = Path(__file__).parents[1]
 FOLDER = TESTS / "fixtures" / "h200" / "allocator"
@@ -129,6 +129,21 @@ def test_what_was_said_before_the_recording_holds(name):
     rows = [[scripts.outcome(row[-2]) if row[0] in ("alloc", "fill") else None, row[-1]] for row in recorded(f"ops_{name}")["ops"]]
     assert scripts.digest(rows) == FORETOLD["scripts"][name]["policies"]["windows"]["rows"]
     assert not FORETOLD["scripts"][name]["hangs_on_addresses"]
+
+
+def test_under_expandable_segments_a_pool_for_emergencies_serves_classic_blocks_only():
+    for custom in (False, True):
+        device = Device("expandable_segments:True", limit_bytes=100 * MIB)
+        pool = device.mem_pool(use_on_oom=True, custom=custom)
+        freed = device.malloc(40 * MIB, pool=pool)
+        device.free(freed)
+        assert device.malloc(50 * MIB)
+        if custom:
+            assert device.malloc(39 * MIB) == freed
+            assert device.stats()["allocated_bytes.all.current"] == (50 + 40) * MIB  # handed out whole: the slack is no more than 1 MiB
+        else:
+            with pytest.raises(mp.OutOfMemoryError):
+                device.malloc(39 * MIB)
 
 
 def test_an_option_that_this_torch_does_not_know_was_said_to_be_refused():
