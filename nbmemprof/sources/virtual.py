@@ -10,10 +10,12 @@ are the same; workspaces, and what other kernels save, are not. Tensors count fr
 they stay on the device until they are freed, and while any are there the next cell with the same words goes on with it.
 
 Calls are seen by a ``TorchFunctionMode``: it stands above autograd and the dispatcher and changes neither what runs nor what is allocated.
+The compiler can't look through such a mode, so functions under ``torch.compile`` run uncompiled meanwhile.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from typing import Any
@@ -89,6 +91,7 @@ class VirtualDevice:
         self._host = torch_cpu.source()
         self._feed: Feed | None = None
         self._mode: Any = None
+        self._stance: Any = None
         self._made: Capture | None = None
         self._before: dict[str, Any] = {}
         self._options: dict[str, Any] = {}
@@ -113,6 +116,7 @@ class VirtualDevice:
             feed.device.reset_peak_stats()
             self._before, self._written = feed.device.snapshot(), feed.written
             self._mode = _mode(torch)(feed)
+            self._stance = _eager()
             self._mode.__enter__()
             _busy.add(self._key)
         except BaseException:
@@ -126,6 +130,8 @@ class VirtualDevice:
                 raise NotRecording("This virtual device was never started. Call start() first.")
             _busy.discard(self._key)
             _leave(self._mode)
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
             self._feed.follow()
             self._feed.refused = None
             begin = self._host._begin
@@ -264,6 +270,15 @@ def _mode(torch: Any) -> Any:
             return result
 
     return VirtualDeviceMode
+
+
+def _eager() -> Any:
+    """Let compiled functions run as they are written; returns what ends it. None where this torch has no such switch."""
+    try:
+        switch = importlib.import_module("torch.compiler").set_stance
+        return switch("force_eager")
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 def _watch_graph(feed: Feed, given: Any) -> list[Any]:

@@ -23,6 +23,7 @@ def _summary(capture):
     return mp.summary(capture).row(0, named=True)
 
 
+@pytest.mark.cost(5)  # the first pays for what torch imports
 def test_sizes_are_those_of_the_allocator_and_not_of_the_cpu():
     """5 MiB take a 20 MiB segment, and 100 bytes a block of 512 in one of 2 MiB."""
     with mp.record(as_device="H200:1GiB") as rec:
@@ -73,6 +74,7 @@ def test_operators_after_a_refusal_inside_one_call_are_not_asked():
     assert _summary(rec.capture)["ooms"] == 1
 
 
+@pytest.mark.cost(2)
 def test_backward_stops_at_a_node_after_the_one_that_asked():
     """Four layers of 16 MiB gradients each; the device has room for two of them."""
     with mp.record(as_device="H200:260MiB") as rec:
@@ -158,6 +160,31 @@ def test_no_mode_is_left_behind_also_where_another_stands_above_it():
     rec.stop()
     assert overrides._get_current_function_mode_stack() == [other]
     other.__exit__(None, None, None)
+
+
+@pytest.mark.cost(6)
+def test_compiled_functions_checkpoints_and_fake_tensors_go_on_working():
+    from torch._dynamo import eval_frame
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.checkpoint import checkpoint
+
+    compiled = torch.compile(lambda x: (x @ x).relu().sum(), backend="eager")
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = compiled(x).detach()
+    stance = eval_frame._stance.stance
+    with mp.record(as_device="H200:256MiB") as rec:
+        value = compiled(x)
+        value.backward()
+        checkpoint(torch.nn.Linear(64, 64), x, use_reentrant=False).sum().backward()
+        with FakeTensorMode():
+            torch.empty(1 << 30)  # no memory, and so no refusal
+        torch.func.grad(lambda t: (t**2).sum())(x.detach())
+    assert torch.equal(value.detach(), expected)
+    assert eval_frame._stance.stance == stance
+    assert torch.equal(compiled(x).detach(), expected)
+    row = _summary(rec.capture)
+    assert row["ooms"] == 0
+    assert mp.replay(rec.capture).meta["verdict"]["exact"]
 
 
 def test_a_second_window_on_the_same_device_is_told_so():
