@@ -60,7 +60,9 @@ def play(name: str, drop: tuple[str, ...] = (), *, notes: bool = True) -> Captur
     """The capture again; ``drop``: categories whose owners nobody found; ``notes``: whether the notes are read."""
     cuda = Played(name, drop)
     cuda.seen.noted &= notes
-    source = torch_history.TorchHistory(cuda)
+    when = [cuda.raw["begin_us"], cuda.raw["log"]["times_us"][-1] + 1000.0]
+    source = torch_history.TorchHistory(cuda, clock=lambda: when[0] / 1e6)
     source._look = lambda since, ring: cuda.seen.log  # type: ignore[method-assign]
     source.start()
+    when.pop(0)
     return source.stop()

@@ -56,6 +56,7 @@ class Observer:
         self.times, self.phases, self.groups, self.backs, self.layer_of, self.name_of, self.grads = array("q"), array("b"), array("q"), array("q"), array("i"), array("i"), array("b")
         self.names: list[str | None] = [None]
         self.layers = Layers()
+        self._placed = self.layers.placed
         self.steps: list[tuple[int, int]] = []  # record after an optimizer's step, the optimizer
         self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
         self.calls = 0
@@ -248,12 +249,13 @@ class Observer:
             here = self._here
             if not here.ready:
                 here = self._meet()
-            stack = here.stack
+            stack, key = here.stack, id(module)
             self.calls += 1
             if not stack:
                 self._enter_root(here, module)
-            layer = self.layers.place(module, self._root(module, here))
-            stack.append((id(module), here.layer))
+            known = self._placed(key)
+            layer = known[1] if known is not None and known[0]() is module else self.layers.place(module, self._root(module, here))
+            stack.append((key, here.layer))
             here.layer = layer
             if self.note is not None:
                 self.note(f"{here.record}.{layer}")
@@ -526,9 +528,15 @@ class Observer:
             found: list[tuple[Any, str | None]] = [(p, layer) for ref, layer in self._parameters if (p := ref()) is not None]
         else:
             found = [(p, self._layer_for(p)) for group in optimizer.param_groups for p in group["params"]]
+        now, plain, strided, add, device_type = self.clock_ns(), self.torch.Tensor, self.torch.strided, self.owners.append, self.device_type
         for parameter, layer in found:
             grad = parameter.grad if parameter.is_leaf else None  # torch warns of others
-            if grad is not None:
+            if grad is None:
+                continue
+            if type(grad) is plain and grad.is_cuda and grad.layout is strided and not grad.storage_offset():
+                if device_type == "cuda":
+                    add((moment, now, grad.get_device(), grad.data_ptr(), "gradients", "storage", layer, None))
+            else:
                 self._own(moment, grad, "gradients", "storage", layer, None)
 
     def _layer_for(self, parameter: Any) -> str | None:

@@ -18,6 +18,8 @@ def addresses(tensor: Any, device_type: str, depth: int = 0) -> list[tuple[int |
         if hasattr(tensor, "__tensor_flatten__") and depth < 3:
             names, _ = tensor.__tensor_flatten__()
             return [found for name in names for found in addresses(getattr(tensor, name), device_type, depth + 1)]
+        if device_type == "cuda" and not tensor.is_cuda:
+            return []
         device = tensor.device
         if device.type != device_type:
             return []

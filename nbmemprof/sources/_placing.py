@@ -48,13 +48,16 @@ class Log:
 
     def step_of(self, record: Ints) -> Ints:
         """Training step of each record; -1 where no optimizer was seen."""
+        return np.searchsorted(self.ends(), record, side="right").astype(np.int64) if self.steps else np.full(len(record), -1, np.int64)
+
+    def ends(self) -> Ints:
+        """Records at which steps ended."""
         if not self.steps:
-            return np.full(len(record), -1, np.int64)
+            return np.zeros(0, np.int64)
         which = [optimizer for _, optimizer in self.steps]
         again = next((i for i in range(1, len(which)) if which[i] == which[0]), len(which))
         last = which[again - 1]  # the optimizer that ends a step, where several take turns
-        ends = np.array([at for at, optimizer in self.steps if optimizer == last], np.int64)
-        return np.searchsorted(ends, record, side="right").astype(np.int64)
+        return np.array([at for at, optimizer in self.steps if optimizer == last], np.int64)
 
 
 def _loss(phase: Ints, grad: Ints) -> Ints:
@@ -217,20 +220,21 @@ def owners(log: Log, placed: Placed, kind: str = "device", since: int = 0) -> pl
     return schema.fill("owners", columns, len(found))
 
 
-def marks(log: Log, start_us: float, end_us: float) -> pl.DataFrame:
-    """Spans of phases and steps within a window, as far as they are few enough to be looked at."""
-    if not len(log.times_us):
-        return schema.empty("marks")
-    change = np.flatnonzero(np.diff(log.group, prepend=log.group[0] - 1) | np.diff(log.phase, prepend=-1))
-    begin, stop = log.times_us[change], np.append(log.times_us[change[1:]], end_us)
-    keep = (log.phase[change] != NONE) & (stop > start_us) & (begin < end_us)
-    phase = schema.fill(
-        "marks", {"time_us": pl.Series(np.maximum(begin[keep] - start_us, 0.0)), "end_us": pl.Series(stop[keep] - start_us), "kind": "phase", "name": _words(log.phase[change][keep], list(PHASES))}, int(keep.sum())
-    )
-    steps = [log.times_us[at - log.first] for at, _ in log.steps if log.first <= at < log.first + len(log.times_us)]
-    ends = np.array([t for t in steps if start_us <= t <= end_us])
-    step = schema.fill("marks", {"time_us": pl.Series(ends - start_us), "kind": "step", "name": pl.Series([f"step {i}" for i in range(len(ends))], dtype=pl.String)}, len(ends))
-    return pl.concat([part for part in (phase, step) if 0 < part.height <= _MOST_MARKS] or [phase.clear()])
+def marks(log: Log, placed: Placed, seen: pl.DataFrame, start_us: float, end_us: float) -> pl.DataFrame:
+    """Spans of phases (from their first event to their last) and steps within a window, as far as they are few enough to be looked at.
+
+    ``seen`` is what ``contexts`` gave.
+    """
+    timed = seen.select("span", "layer", pl.col("phase").cast(pl.String), pl.Series("at", placed.clock_us - start_us) if seen.height else pl.lit(None, pl.Float64).alias("at")).drop_nulls("phase")
+    spans = timed.group_by("span", "phase").agg(pl.col("at").min().alias("begin"), pl.col("at").max().alias("end"), pl.col("layer").is_not_null().any().alias("whole")).sort("begin")
+    new = pl.col("whole") | (pl.col("phase") != pl.col("phase").shift()).fill_null(value=True)  # the loss outside modules goes on where the model ended
+    spans = spans.group_by(new.cum_sum().alias("_run"), maintain_order=True).agg(pl.col("phase").first(), pl.col("begin").min(), pl.col("end").max())
+    phases = schema.fill("marks", {"time_us": spans["begin"].clip(lower_bound=0.0), "end_us": spans["end"].clip(lower_bound=0.0), "kind": "phase", "name": spans["phase"]}, spans.height)
+    ends = np.array([log.times_us[at - log.first] - start_us for at in log.ends() if log.first <= at < log.first + len(log.times_us)])
+    ends = ends[(ends >= 0) & (ends <= end_us - start_us)]
+    names = pl.Series([f"step {i}" for i in range(len(ends))], dtype=pl.String)
+    steps = schema.fill("marks", {"time_us": pl.Series(np.concatenate([[0.0], ends[:-1]]) if len(ends) else ends), "end_us": pl.Series(ends), "kind": "step", "name": names}, len(ends))
+    return pl.concat([part for part in (phases, steps) if part.height <= _MOST_MARKS] or [phases.clear()])
 
 
 def _words(numbers: Ints, words: list[str | None]) -> pl.Series:

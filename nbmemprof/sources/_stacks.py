@@ -169,6 +169,10 @@ class Layers:
         self._roots[id(root)] = weakref.ref(root)
         return self._learn(module, root)
 
+    def placed(self, key: int) -> tuple[weakref.ref[Any], int] | None:
+        """What is known of a module, by its id."""
+        return self._known.get(key)
+
     def place(self, module: Any, root: Any) -> int:
         """Number of a module's path below a root."""
         known = self._known.get(id(module))
@@ -195,7 +199,8 @@ class Layers:
         paths.setdefault(id(module), type(module).__name__)
         self._known[id(module)] = (weakref.ref(module), self._number(paths[id(module)]))
         if len(self._known) > 100_000:
-            self._known = {key: value for key, value in self._known.items() if value[0]() is not None}
+            for key in [key for key, value in self._known.items() if value[0]() is None]:
+                del self._known[key]
         return self._known[id(module)][1]
 
     def _number(self, name: str) -> int:

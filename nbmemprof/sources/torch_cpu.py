@@ -174,7 +174,7 @@ class _Window:
             "events": events, "blocks": _blocks(alive), "stacks": tr.tracker.stacks.table(int(n) for n in numbers if n),
             "hints": self._hints(seq, used), "marks": self._failures(seq),
         }  # fmt: skip
-        tables |= self._seen(seq)
+        tables |= self._seen(seq, tables["marks"])
         capture = heap.build(tables, **self._meta(options))
         if alive:
             capture.tables["allocations"] = _attribute_start(capture.tables["allocations"], used)
@@ -234,12 +234,14 @@ class _Window:
         }  # fmt: skip
         return schema.fill("hints", columns, len(mine))
 
-    def _seen(self, seq: np.ndarray[Any, Any]) -> dict[str, pl.DataFrame]:
+    def _seen(self, seq: np.ndarray[Any, Any], marks: pl.DataFrame) -> dict[str, pl.DataFrame]:
         """What the observer saw: where each event happened, and whose storages are where."""
         if self.log is None:
             return {}
         placed = _placing.place(self.log, _placing.bare_events(seq, self.rows["time"][self.shown] / 1e3), notes=False)
-        return {"contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, "host", self.record)}
+        seen = _placing.contexts(self.log, placed)
+        spans = _placing.marks(self.log, placed, seen, self.since.time / 1e3, self.end.time / 1e3)
+        return {"contexts": seen, "owners": _placing.owners(self.log, placed, "host", self.record), "marks": pl.concat([marks, spans])}
 
     def _failures(self, seq: np.ndarray[Any, Any]) -> pl.DataFrame:
         mine = np.flatnonzero(self.failed[self.shown])

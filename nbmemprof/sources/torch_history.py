@@ -328,7 +328,7 @@ class _Assembly:
         table = event_table(events, since.clock_us, self.owner._cell)
         tables = {"events": table, "segments": self.last.segments, "blocks": self.last.blocks}
         tables["marks"] = self._marks(events)
-        tables |= self._seen(events)
+        tables |= self._seen(events, tables["marks"])
         written = sum(t.taken - since.positions[d] for d, t in ring.tracks.items())
         meta = _facts(self.owner._cuda, {d: t.now for d, t in ring.tracks.items()}, self.last.settings)
         meta |= {"counters": _counters(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}}
@@ -363,17 +363,17 @@ class _Assembly:
                 seen = events.filter((pl.col("device") == device) & (pl.col("index") <= position))
                 columns = {"device": device, "time_us": clock - start, "end_us": end - start if end is not None else None, "kind": "empty_cache", "name": "torch.cuda.empty_cache()"}
                 parts.append(schema.fill("marks", columns | {"seq": seen["seq"].max() if seen.height else None}, 1))
-        if self.log is not None:
-            parts.append(_placing.marks(self.log, start, self.end_us))
         return pl.concat(parts)
 
-    def _seen(self, events: pl.DataFrame) -> dict[str, pl.DataFrame]:
+    def _seen(self, events: pl.DataFrame, marks: pl.DataFrame) -> dict[str, pl.DataFrame]:
         """Tables of what the observer saw."""
         if self.log is None:
             return {}
         told = events.filter(pl.col("action").cast(pl.String).is_in(["alloc", "free_requested"]))
         placed = _placing.place(self.log, told, notes=self.owner._observer.noted)
-        return {"contexts": _placing.contexts(self.log, placed), "owners": _placing.owners(self.log, placed, since=self.since.record)}
+        seen = _placing.contexts(self.log, placed)
+        spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
+        return {"contexts": seen, "owners": _placing.owners(self.log, placed, since=self.since.record), "marks": pl.concat([marks, spans])}
 
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:

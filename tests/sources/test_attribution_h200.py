@@ -79,6 +79,14 @@ def test_an_allocation_has_layer_phase_and_step() -> None:
     assert each.n_unique() == 1  # twelve equal layers keep equally much
 
 
+def test_phases_and_steps_are_marks() -> None:
+    marks = capture("gpt2_fp32").marks.with_columns(pl.col("kind").cast(pl.String))
+    phases = marks.filter(pl.col("kind") == "phase").sort("time_us")["name"].to_list()
+    assert phases == ["forward", "backward", "optimizer"] * 2 + ["forward", "backward"]
+    assert marks.filter(pl.col("kind") == "step")["name"].to_list() == ["step 0", "step 1"]
+    assert (marks.filter(pl.col("kind") != "cell")["end_us"] >= marks.filter(pl.col("kind") != "cell")["time_us"]).all()
+
+
 def test_the_pool_of_a_cuda_graph_is_named() -> None:
     found = by_category("graphed", "peak")
     assert found["cuda_graph"] == 234881096
