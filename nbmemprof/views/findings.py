@@ -79,6 +79,8 @@ def _leaks(known: Facts, device: Device) -> list[str]:
     said = []
     frame = known.of(known.ask("leaks"), device)
     if frame.height:  # a few bytes a step are in the table, not worth a sentence
+        # one sentence a line: the stacks that reach it, each a row of its own in the table, are added up
+        frame = frame.group_by("site", maintain_order=True).agg(pl.col("leak_bytes", "leak_count", "bytes_per_iteration").sum()).sort("leak_bytes", descending=True, maintain_order=True)
         frame = frame.filter(pl.col("leak_bytes") >= min(_MIN_LEAK, device.peak // 1000))
     for row, cut in _some(frame, "growing lines"):
         site, each = middle(row.get("site") or "an unrecorded line"), row.get("bytes_per_iteration")
