@@ -83,6 +83,10 @@ class Stacks:
         content = tuple((str(f.get("filename", "")), str(f.get("name", "")), _line(f.get("line"))) for f in frames)
         return self._ids.setdefault(content, len(self._ids))
 
+    def through(self, place: str) -> list[int]:
+        """Ids of the stacks that pass through a file."""
+        return [number for content, number in self._ids.items() if any(name.endswith(place) for name, _, _ in content)]
+
     def frame(self, used: pl.Series) -> pl.DataFrame:
         """The table of the stacks with these ids; files of notebook cells are named ``In[7]``, and a stack begins with its cell."""
         wanted = set(used.drop_nulls().unique().to_list())

@@ -90,6 +90,7 @@ class Placed:
     bare: Flags  # an allocation without a call stack, where call stacks are recorded: no Python code asked for it
     framed: Flags  # an allocation with one
     stacks: bool
+    again: Flags  # an allocation whose stack passes through torch.utils.checkpoint
 
 
 def place(log: Log, events: pl.DataFrame, *, notes: bool) -> Placed:
@@ -98,7 +99,8 @@ def place(log: Log, events: pl.DataFrame, *, notes: bool) -> Placed:
     Parameters
     ----------
     events
-        ``seq clock_us note stack_id action`` of allocations and releases.
+        ``seq clock_us note stack_id action`` of allocations and releases; ``again``, where there is such a column:
+        the stack passes through ``torch.utils.checkpoint``.
     notes
         The threads attached notes; then an event without one is of a thread that has none, backward's or a
         stranger's. Else the clock tells alone.
@@ -107,10 +109,11 @@ def place(log: Log, events: pl.DataFrame, *, notes: bool) -> Placed:
     stacks = events["stack_id"].null_count() < events.height
     made = (events["action"].cast(pl.String) == "alloc").fill_null(value=False) & stacks
     bare, framed = (made & events["stack_id"].is_null()).to_numpy(), (made & events["stack_id"].is_not_null()).to_numpy()
+    again = (made & events["again"].fill_null(value=False)).to_numpy() if "again" in events.columns else np.zeros(events.height, bool)
     by_time = np.clip(np.searchsorted(log.times_us, clock, side="right") - 1, 0, max(count - 1, 0))
     note = events["note"]
     if not notes or not count or note.null_count() == len(note):
-        return Placed(by_time, log.layer[by_time] if count else by_time, np.zeros(len(by_time), bool), events["seq"].to_numpy(), clock, notes=False, bare=bare, framed=framed, stacks=stacks)
+        return Placed(by_time, log.layer[by_time] if count else by_time, np.zeros(len(by_time), bool), events["seq"].to_numpy(), clock, notes=False, bare=bare, framed=framed, stacks=stacks, again=again)
     text = note.cast(pl.String)
     words = pl.DataFrame({"note": text.unique()})
     parts = words["note"].str.extract_groups(r"^(\d+)\.(\d+)$").struct.unnest()
@@ -124,7 +127,7 @@ def place(log: Log, events: pl.DataFrame, *, notes: bool) -> Placed:
     free = np.clip(by_time, np.maximum(low, 0), np.maximum(high, low))
     at = np.where(noted, record, _nearest_backward(log, free, low, high, noted))
     layer = np.where(noted, read["layer"].fill_null(-1).to_numpy(), -1)
-    return Placed(at, layer, noted, events["seq"].to_numpy(), clock, notes=True, bare=bare, framed=framed, stacks=stacks)
+    return Placed(at, layer, noted, events["seq"].to_numpy(), clock, notes=True, bare=bare, framed=framed, stacks=stacks, again=again)
 
 
 def bare_events(seq: Any, clock_us: Any) -> pl.DataFrame:
@@ -166,6 +169,7 @@ def contexts(log: Log, placed: Placed) -> pl.DataFrame:
         run, backward = _bare_runs(placed)
         phase, layer = np.where(backward, BACKWARD, phase), np.where(backward, 0, layer)
         group = np.where(backward, -_RUN - run, group)
+    phase = np.where((phase == BACKWARD) & _again(placed), RECOMPUTE, phase)
     step = pl.Series(log.step_of(record + log.first))
     columns = {
         "seq": pl.Series(placed.seq), "span": pl.Series(group), "phase": _words(phase, list(PHASES)), "layer": _words(layer, log.layers), "name": _words(log.name[record], log.names),
@@ -188,6 +192,16 @@ def _backward_runs(log: Log, placed: Placed) -> tuple[Ints, Flags]:
         graded = np.flatnonzero(log.grad)
         known = np.unique(run[~noted & (placed.record >= graded[0])]) if len(graded) else np.zeros(0, np.int64)
     return run, ~noted & np.isin(run, known)
+
+
+def _again(placed: Placed) -> Flags:
+    """What a checkpointed function without modules does when it runs again: its allocations, and the releases between two of them."""
+    made = np.flatnonzero(placed.bare | placed.framed)
+    if not placed.again.any():
+        return placed.again
+    at = np.searchsorted(made, np.arange(len(placed.seq)), side="right") - 1
+    flags = np.append(placed.again[made], [False])
+    return flags[np.maximum(at, 0)] & (at >= 0) & (flags[np.minimum(at + 1, len(made))] | placed.again)
 
 
 def _bare_runs(placed: Placed) -> tuple[Ints, Flags]:

@@ -370,6 +370,7 @@ class _Assembly:
         if self.log is None:
             return {}
         told = events.filter(pl.col("action").cast(pl.String).is_in(["alloc", "free_requested"]))
+        told = told.with_columns(pl.col("stack_id").is_in(self.ring.stacks.through("torch/utils/checkpoint.py")).alias("again"))
         placed = _placing.place(self.log, told, notes=self.owner._observer.noted)
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
