@@ -62,7 +62,7 @@ class Feed:
         self.at = stop
         addrs, sizes, tags = rows["addr"].tolist(), rows["size"].tolist(), rows["tag"].tolist()
         opened: dict[int, int] = {}
-        scratch = set()
+        scratch: set[int] = set()
         for i, (addr, size, tag) in enumerate(zip(addrs, sizes, tags, strict=True)):
             if size > 0:
                 opened[addr] = i
