@@ -33,7 +33,7 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lab: $(STAMP)
 	@$(BIN)/jupyter lab notebooks

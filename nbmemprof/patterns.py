@@ -40,7 +40,7 @@ class _Meter:
         """Begin."""
         self._before = _counter(self._device)
         if self._before is None:
-            self.window = record("torch_cpu", stacks=self._stacks)
+            self.window = record("torch_cpu", stacks=self._stacks, attribution=False)
             self.window.start()
 
     def stop(self) -> int:
@@ -330,7 +330,7 @@ class _NoGrowth:
             outer.discard()
         window = meter.window
         if grown > self._tolerance and window is None:
-            with record(title="assert_no_growth") as window:
+            with record(title="assert_no_growth", attribution=False) as window:
                 function()
                 gc.collect()
         self._judge(grown, self._repeats, window)

@@ -51,6 +51,7 @@ def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = 
     One row a free list (``device rank kind pool_id pool stream``): the byte columns of ``fragmentation``.
     """
     where = segments.select(*_ON, pl.col("addr").alias("segment_addr"), pl.col("is_expandable").fill_null(value=False))
+    where = where.unique([*_ON, "segment_addr"], keep="first", maintain_order=True)  # a damaged file may list a segment twice
     state, size = pl.col("state").cast(pl.String), pl.col("size_bytes")
     free, used = state == "inactive", state.is_in(["active_allocated", "active_pending_free", "unknown"])
     page = pl.when(pl.col("pool").cast(pl.String) == "small").then(rounding.SMALL_BUFFER).otherwise(large_page(conf))
@@ -58,7 +59,7 @@ def free_lists(segments: pl.DataFrame, blocks: pl.DataFrame, conf: str | None = 
     pages = ((offset + size) // page - (offset + page - 1) // page).clip(lower_bound=0) * page
     held = used.any().over(*_ON, "segment_addr")
     rows = (
-        blocks.join(where, on=[*_ON, "segment_addr"], how="left", nulls_equal=True)
+        blocks.join(where, on=[*_ON, "segment_addr"], how="left", nulls_equal=True, maintain_order="left")
         .with_columns(
             free=free,
             live=state == "active_allocated",

@@ -186,7 +186,10 @@ def held_by_traceback(shell: Any = None) -> tuple[int, str]:
     Bytes of storages, and a sentence (empty where the bytes are 0).
     """
     scan = look(shell=shell)
-    places = [place for place in scan.places if place.kind in ("traceback", "result")]
+    last = getattr(shell, "last_execution_result", None)
+    # the shell's result of the last cell is a part of the error's only where that cell is the one that failed
+    kinds = ("traceback",) if last is not None and last.success else ("traceback", "result")
+    places = [place for place in scan.places if place.kind in kinds]
     keys = frozenset().union(*(place.keys for place in places)) if places else frozenset()
     sizes = {row.memory.key: row.memory.size_bytes for row in _chosen(scan.rows, None) if row.memory.key in keys}
     total = sum(sizes.values())

@@ -71,13 +71,17 @@ class TorchCpu:
         self._observer: Observer | None = None
         self._records: WeakKeyDictionary[tr.Mark, int] = WeakKeyDictionary()
 
-    def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
-        """Begin. ``stacks="none"`` gives no stack, layer or optimizer phase; "all" is as "python" here."""
+    def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, attribution: bool = True, **_: Any) -> None:
+        """Begin. ``stacks="none"`` gives no stack, layer or optimizer phase; "all" is as "python" here.
+
+        Without ``attribution`` nobody looks for what owns the storages: bytes alone, for who measures often.
+        """
         if self._begin is not None:
             raise NotRecording("This torch_cpu source was started before. Make a new one with source().")
         self._options = {"stacks": stacks, "cell": cell}
         self._begin = tr.tracker.acquire(stacks, ring_bytes)
-        self._observe()
+        if attribution:
+            self._observe()
 
     def mark(self) -> tr.Mark:
         """The position now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -82,6 +83,7 @@ class Watch:
         self._notes: list[dict[str, Any]] = []
         self._raised: dict[str, float] = {}
         self._sites: dict[tuple[str, str], list[float]] = {}
+        self._opened = False  # the lines at the beginning have been seen
         self._lock, self._writing, self._settling = threading.Lock(), threading.Lock(), threading.Lock()
         self._done = threading.Event()
         self._pid, self._unix, self._begin = os.getpid(), time.time(), time.monotonic()
@@ -200,7 +202,7 @@ class Watch:
     def _run(self) -> None:
         _warm_up()
         self.cost_s += time.thread_time()
-        failures, due = 0, {"read": self.interval_s, "judge": 10 * self.interval_s, "sites": self._stacks_every_s if self._recording is not None else math.inf}
+        failures, due = 0, {"read": self.interval_s, "judge": 10 * self.interval_s, "sites": 0.0 if self._recording is not None else math.inf}
         work = {"read": self._read, "judge": self._judge, "sites": self._look_at_sites}
         while not self._done.wait(max(min(due.values()) - (time.monotonic() - self._begin), 0.0005)):
             since = time.monotonic() - self._begin
@@ -272,6 +274,9 @@ class Watch:
             self._raise(device, gauge, trend)
 
     def _raise(self, device: str, gauge: str, trend: Trend) -> None:
+        if self._recording is not None:
+            with contextlib.suppress(Exception):  # an alarm comes with its lines or without them
+                self._look_at_sites(self._now())
         sites = self._grown_sites()
         alarm = Alarm(
             text=_sentence(device, gauge, trend, sites), device=device, gauge=gauge, time_s=self._now(), level_bytes=trend.level_bytes, limit_bytes=float(trend.limit_bytes or 0),
@@ -298,7 +303,7 @@ class Watch:
         if look.capture is None:
             return
         rows = live_sites(look.capture)
-        opening = not self._sites
+        opening, self._opened = not self._opened, True
         for held in self._sites.values():
             held[1] = 0.0
         for device, site, size, _ in rows[:_MOST_SITES]:
