@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ def main(words: Sequence[str] | None = None) -> int:
     show.add_argument("--html", type=Path, metavar="PAGE", help="write one page that needs nothing from outside")
     _add_diff(commands)
     args = parser.parse_args(words)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or log that knows ASCII only still gets its text
+            stream.reconfigure(errors="replace")
     try:
         return _diff(args) if args.command == "diff" else _show(args.file, args.html)
     except NbmemprofError as error:

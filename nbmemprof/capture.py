@@ -15,7 +15,7 @@ from typing import IO, Any
 import polars as pl
 
 from nbmemprof import schema
-from nbmemprof.errors import InputRefused, NbmemprofError
+from nbmemprof.errors import CantWrite, InputRefused, NbmemprofError
 from nbmemprof.units import format_count
 
 __all__ = ["Capture", "Tables", "load"]
@@ -151,7 +151,7 @@ class Capture:
 
         The file appears whole or not at all.
         """
-        target = Path(path)
+        target = writable(path)
         part = target.with_name(target.name + ".part")
         try:
             with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -167,11 +167,30 @@ class Capture:
     def to_parquet(self, folder: str | os.PathLike[str]) -> Path:
         """Write a folder with one Parquet file a table and ``meta.json``; returns its path."""
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CantWrite(f"{target} can't be made a folder: {error.strerror or error}. Give a folder that is there or can be made.") from error
         for name, frame in self.tables.items():
             frame.write_parquet(target / f"{name}.parquet")
         (target / "meta.json").write_text(json.dumps({"schema": schema.SCHEMA_VERSION, "tables": list(self.tables), "meta": self.meta}, default=str))
         return target
+
+
+def writable(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to write.
+
+    Raises
+    ------
+    CantWrite
+        Where its folder is not there, or where it is a folder itself.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise CantWrite(f"{target} is a folder. Give the name of a file in it.")
+    if not target.parent.is_dir():
+        raise CantWrite(f"{target} can't be written: the folder {target.parent} is not there. Make it first.")
+    return target
 
 
 def _derive(capture: Capture) -> pl.DataFrame:
@@ -206,13 +225,13 @@ def load(source: str | os.PathLike[str] | bytes | IO[bytes] | Mapping[str, Any] 
         )
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        if path.is_dir():
-            return _load_folder(path)
         try:
+            if path.is_dir():
+                return _load_folder(path)
             with path.open("rb") as file:
                 head = file.read(4)
-        except OSError as error:
-            raise InputRefused(f"{path} can't be opened: {error.strerror or error}. Check the path.") from error
+        except (OSError, ValueError) as error:
+            raise InputRefused(f"{str(path)[:200]!r} can't be opened: {getattr(error, 'strerror', None) or error}. Check the path.") from error
         return _load_zip(path, str(path)) if head == b"PK\x03\x04" else torch_snapshot.from_path(path, **options)
     if hasattr(source, "read"):
         data = source.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CantWrite",
     "FlagError",
     "InputRefused",
     "MemoryKept",
@@ -24,6 +25,10 @@ class SchemaError(NbmemprofError):
 
 class InputRefused(NbmemprofError):
     """A file or object is not a snapshot or capture, is damaged, or is unsafe to read."""
+
+
+class CantWrite(NbmemprofError, OSError):
+    """A file or folder could not be written."""
 
 
 class MissingPackage(NbmemprofError, ImportError):

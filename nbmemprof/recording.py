@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ _AUTO = ("torch_history", "torch_cpu")  # the first that can record here
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _lock = threading.RLock()
+_PROCESS = os.getpid()
 _recorders: dict[object, _Recorder] = {}
 
 
@@ -80,6 +82,8 @@ class Recording:
         """Open the window. Where nothing can be recorded the reason is kept and stands in the capture's warnings."""
         if self._opened:
             raise NbmemprofError("This recording was started before. Make a new one with record().")
+        if os.getpid() != _PROCESS:
+            raise NotRecording("This process was forked from one that uses nbmemprof: the threads of Polars do not live on in it. Record in a process of its own (multiprocessing's 'spawn', subprocess).")
         self._started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
         self._opened = self._began = time.perf_counter()
         try:

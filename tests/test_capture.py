@@ -15,7 +15,7 @@ from strategies import Allocator, allocators, capture
 import nbmemprof as mp
 from nbmemprof import schema
 from nbmemprof.capture import Capture
-from nbmemprof.errors import InputRefused, SchemaError
+from nbmemprof.errors import CantWrite, InputRefused, SchemaError
 
 
 def small() -> Capture:
@@ -135,3 +135,22 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_short_repr_counts_rows() -> None:
     assert "events 6, allocations 2" in repr(small())
+
+
+def test_what_can_not_be_written_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for write, target, says in [
+        (small().save, tmp_path / "none" / "a.nbmem", "folder .* is not there"),
+        (small().save, tmp_path, "is a folder"),
+        (small().to_html, tmp_path, "is a folder"),
+        (small().to_parquet, tmp_path / "file", "can't be made a folder"),
+    ]:
+        with pytest.raises(CantWrite, match=says):
+            write(target)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_path_that_no_system_takes_is_refused() -> None:
+    for path in ("\0", "a" * 5000):
+        with pytest.raises(InputRefused, match="can't be opened"):
+            mp.load(path)

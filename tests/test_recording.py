@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import nbmemprof as mp
-from nbmemprof import schema, sources
+from nbmemprof import recording, schema, sources
 from nbmemprof.capture import Capture
-from nbmemprof.errors import NbmemprofError
+from nbmemprof.errors import NbmemprofError, NotRecording
 from nbmemprof.recording import _recorders
 
 
@@ -416,3 +416,9 @@ def test_a_picture_of_cpu_tensors_has_each_storage_once():
     assert rows["size_bytes"].to_list() == [4 << 20]
     assert rows["kind"].to_list() == ["host"]
     assert view.numel() > 0
+
+
+def test_a_forked_child_is_told_to_be_a_process_of_its_own(monkeypatch):
+    monkeypatch.setattr(recording, "_PROCESS", -1)
+    with pytest.raises(NotRecording, match="forked"):
+        recording.record().start()

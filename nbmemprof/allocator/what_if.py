@@ -33,7 +33,7 @@ COLUMNS: dict[str, Any] = {
 
 def what_if(
     capture: Capture,
-    confs: Iterable[str] | None = None,
+    confs: str | Iterable[str] | None = None,
     *,
     limit_bytes: int | str | None = None,
     capacity_bytes: int | str | None = None,
@@ -74,7 +74,7 @@ def what_if(
     with ThreadPoolExecutor(workers) as pool:
         for one in followed:
             requests = Requests(one)
-            texts = list(CONFS) if confs is None else list(confs)
+            texts = list(CONFS) if confs is None else [confs] if isinstance(confs, str) else list(confs)
             if confs is None and one.settings.text not in texts:
                 texts.insert(0, one.settings.text)
             settings = [parse(text, one.torch) for text in texts]

@@ -26,7 +26,7 @@ def sites(capture: Capture, at: str | float = "peak", top: int | None = None) ->
     Returns
     -------
     One row a device and site, by ``size_bytes`` descending: ``device rank kind site function size_bytes requested_bytes
-    count`` (at the moment), ``share``, ``end_bytes`` (live at the end), ``allocations`` and ``allocated_bytes`` (over the whole
+    count`` (at the moment), ``share``, ``end_bytes`` (live at the end), ``kept_bytes`` (of those, made within the capture), ``allocations`` and ``allocated_bytes`` (over the whole
     capture: churn), ``stack_id`` (of most bytes) and ``origin``. ``site`` is null where no stack was recorded.
     """
     keys = ["device", "rank", "kind", "site", "function"]
@@ -34,6 +34,7 @@ def sites(capture: Capture, at: str | float = "peak", top: int | None = None) ->
     ended = pl.col("free_seq").is_null()
     overall = rows.group_by(keys).agg(
         pl.col("size_bytes").filter(ended).sum().alias("end_bytes"),
+        pl.col("size_bytes").filter(ended & pl.col("alloc_seq").is_not_null()).sum().alias("kept_bytes"),
         pl.col("alloc_seq").count().cast(pl.Int64).alias("allocations"),
         pl.col("size_bytes").filter(pl.col("alloc_seq").is_not_null()).sum().alias("allocated_bytes"),
     )
@@ -45,12 +46,12 @@ def sites(capture: Capture, at: str | float = "peak", top: int | None = None) ->
     )
     now = held.group_by(keys, maintain_order=True).agg(pl.col("size_bytes", "requested_bytes", "count").sum(), pl.col("stack_id").first())
     joined = overall.join(now, on=keys, how="full", coalesce=True, nulls_equal=True).with_columns(
-        pl.col("size_bytes", "requested_bytes", "count", "end_bytes", "allocations", "allocated_bytes").fill_null(0)
+        pl.col("size_bytes", "requested_bytes", "count", "end_bytes", "kept_bytes", "allocations", "allocated_bytes").fill_null(0)
     )
     whole = pl.col("size_bytes").sum().over("device", "rank", "kind")
     made = (
         joined.with_columns(pl.when(whole > 0).then(pl.col("size_bytes") / whole).alias("share"), pl.lit(capture.meta["origin"]).alias("origin"))
-        .select(*keys, "size_bytes", "requested_bytes", "count", "share", "end_bytes", "allocations", "allocated_bytes", "stack_id", "origin")
+        .select(*keys, "size_bytes", "requested_bytes", "count", "share", "end_bytes", "kept_bytes", "allocations", "allocated_bytes", "stack_id", "origin")
         .sort("rank", "device", "size_bytes", "allocated_bytes", "site", "function", descending=[False, False, True, True, False, False], nulls_last=True)
     )
     return made if top is None else made.group_by("rank", "device", "kind", maintain_order=True).head(top)

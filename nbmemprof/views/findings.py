@@ -95,13 +95,13 @@ def _leaks(known: Facts, device: Device) -> list[str]:
 
 def _kept(known: Facts, device: Device) -> list[str]:
     kept = device.kept
-    if known.meta.get("source") == "torch_snapshot" or not kept or kept < max(1 << 20, device.peak // 20) or "end_bytes" not in device.sites.columns:
+    if known.meta.get("source") == "torch_snapshot" or not kept or kept < max(1 << 20, device.peak // 20) or "kept_bytes" not in device.sites.columns:
         return []
-    rows = device.sites.drop_nulls("site").sort("end_bytes", descending=True, nulls_last=True).head(1)
-    if not rows.height or not rows["end_bytes"][0]:
+    rows = device.sites.drop_nulls("site").sort("kept_bytes", descending=True, nulls_last=True).head(1)
+    if not rows.height or not rows["kept_bytes"][0]:
         return []
     return [
-        f"{format_bytes(kept)} stay allocated after this cell, most of it from {middle(rows['site'][0])} ({format_bytes(rows['end_bytes'][0])}). If it is not meant to stay, delete the names that hold it."
+        f"{format_bytes(kept)} stay allocated after this cell, most of it from {middle(rows['site'][0])} ({format_bytes(rows['kept_bytes'][0])}). If it is not meant to stay, delete the names that hold it."
     ]
 
 
@@ -217,6 +217,8 @@ def _unrecorded(known: Facts) -> list[str]:
     said = []
     for device in known.devices if known.capture.events.height else []:
         size, end = device.number("unrecorded_bytes"), device.number("end_allocated_bytes")
+        if size and "end_bytes" in device.sites.columns:  # an earlier recording may have told their lines
+            size = min(size, int(device.sites.filter(pl.col("site").is_null())["end_bytes"].sum()))
         if size and end and size > end // 20:
             said.append(
                 _at(

@@ -80,6 +80,7 @@ def test_sites_name_the_innermost_line_of_the_user() -> None:
         ("train.py:22", "step", 0, 0, MIB, 1, MIB),
     ]
     assert mp.sites(trained(), top=1).height == 1
+    assert frame["kept_bytes"].to_list() == frame["end_bytes"].to_list()  # all of it was made in the window
 
 
 def stacks(*rows: tuple[int, int, str, int | None]) -> pl.DataFrame:
