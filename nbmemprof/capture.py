@@ -8,6 +8,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -151,18 +152,12 @@ class Capture:
 
         The file appears whole or not at all.
         """
-        target = writable(path)
-        part = target.with_name(target.name + ".part")
-        try:
-            with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-                archive.writestr("meta.json", json.dumps({"schema": schema.SCHEMA_VERSION, "tables": list(self.tables), "meta": self.meta}, default=str))
-                for name, frame in self.tables.items():
-                    with archive.open(f"{name}.arrow", "w", force_zip64=True) as member:
-                        frame.write_ipc(member, compression="lz4")
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
-        return target
+        with whole_file(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            archive.writestr("meta.json", json.dumps({"schema": schema.SCHEMA_VERSION, "tables": list(self.tables), "meta": self.meta}, default=str))
+            for name, frame in self.tables.items():
+                with archive.open(f"{name}.arrow", "w", force_zip64=True) as member:
+                    frame.write_ipc(member, compression="lz4")
+        return Path(path)
 
     def to_parquet(self, folder: str | os.PathLike[str]) -> Path:
         """Write a folder with one Parquet file a table and ``meta.json``; returns its path."""
@@ -177,20 +172,26 @@ class Capture:
         return target
 
 
-def writable(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to write.
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a path to write to; when the block ends well it becomes the file, else nothing is left of it.
 
     Raises
     ------
     CantWrite
-        Where its folder is not there, or where it is a folder itself.
+        Where the file's folder is not there, or where the path is a folder itself.
     """
     target = Path(path)
     if target.is_dir():
         raise CantWrite(f"{target} is a folder. Give the name of a file in it.")
     if not target.parent.is_dir():
         raise CantWrite(f"{target} can't be written: the folder {target.parent} is not there. Make it first.")
-    return target
+    part = target.with_name(target.name + ".part")
+    try:
+        yield part
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _derive(capture: Capture) -> pl.DataFrame:

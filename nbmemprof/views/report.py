@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from nbmemprof import __version__
-from nbmemprof.capture import Capture, writable
+from nbmemprof.capture import Capture, whole_file
 from nbmemprof.units import format_bytes, format_count
 from nbmemprof.views import _theme, findings, first, pictures, text
 from nbmemprof.views._facts import Device, Facts, Stack, facts
@@ -46,14 +46,9 @@ _EMPTY = {
 
 def write(capture: Capture, path: str | os.PathLike[str]) -> Path:
     """Write the page (below 2 MB, no request to anywhere) and return its path; the file appears whole or not at all."""
-    target = writable(path)
-    part = target.with_name(target.name + ".part")
-    try:
+    with whole_file(path) as part:
         part.write_text(page(capture), encoding="utf-8", errors="replace")
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-    return target
+    return Path(path)
 
 
 def page(capture: Capture) -> str:
