@@ -46,7 +46,8 @@ _NAMES = {
     "assert_no_growth": "patterns",
     "BufferPool": "patterns",
 }
-_MODULES: tuple[str, ...] = ("allocator",)
+# public module -> where it lives
+_MODULES = {"allocator": "allocator"}
 
 __all__ = ["__version__", *sorted(_NAMES), *_MODULES]
 
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name in _NAMES:
         value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"{__name__}.{name}")
+        value = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

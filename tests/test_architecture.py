@@ -28,12 +28,16 @@ ALLOWED = {
     "tags": {"errors", "_optional", "schema"},
     "_jit": {"errors", "_optional"},
     "_torch_import": {"errors", "_optional"},
+    "access": {"errors", "units", "_optional"},  # the warp model: no GPU, no capture
+    "gpu": GROUND | {"access", "gpu"},
+    "prediction": GROUND | {"allocator", "prediction", "analyses"},
+    "searching": GROUND | {"allocator", "prediction", "analyses"},
     "heap": GROUND | {"allocator"},
     "allocator": GROUND | {"allocator"},
     "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
-    "sources": GROUND | {"allocator", "sources", "flags"},  # the virtual device is the model
+    "sources": GROUND | {"allocator", "prediction", "sources", "flags"},  # the virtual device is the model, a prediction comes from a fake run
     "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
-    "views": GROUND | {"allocator", "analyses", "views"},
+    "views": GROUND | {"access", "allocator", "analyses", "views"},
     "memory_stats": {"errors", "units", "_optional", "schema"},
     "recording": GROUND | {"sources", "flags"},
     "holding": GROUND | {"holding", "sources", "analyses"},
@@ -41,8 +45,8 @@ ALLOWED = {
     "watching": GROUND | {"watching", "recording", "analyses"},
     "runs": GROUND | {"watching", "analyses"},
     "comparing": GROUND | {"recording", "analyses"},
-    "verbs": GROUND | {"verbs", "allocator", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
-    "magics": GROUND | {"holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
+    "verbs": GROUND | {"verbs", "access", "allocator", "gpu", "prediction", "searching", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
+    "magics": GROUND | {"gpu", "prediction", "holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
 }
 # A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
 LAZY_UP = {
