@@ -1,7 +1,8 @@
 """Damaged snapshots, the same for the same seed, and a child process that tries to open them under a memory limit.
 
-``python tests/mutants.py FIRST COUNT`` opens COUNT mutants and prints one JSON line for each that failed; the
-number of the mutant at work goes to a file, so that a parent knows which one it was that hung or crashed.
+``python tests/mutants.py FIRST COUNT PROGRESS [KIND]`` opens COUNT mutants (of one kind of file: ``snapshot``, ``nbmem``; or of
+both) and prints one JSON line for each that failed; the number of the mutant at work goes to the file PROGRESS, so that a
+parent knows which one it was that hung or crashed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 SNAPSHOTS = Path(__file__).parent / "fixtures" / "snapshots"
 LIMIT_BYTES = 2 << 30
 LIMIT_S = 20
-ANALYSES = ("summary", "breakdown", "leaks", "fragmentation", "sites", "timeline", "oom", "lifetimes")
+ANALYSES = ("summary", "breakdown", "leaks", "fragmentation", "sites", "timeline", "oom", "lifetimes", "layers", "pools", "stalls")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1, 511, 1 << 31, 1 << 52, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 70, -(1 << 65), 1.5, float("nan"), float("inf"), -0.0, "", "alloc", "x" * 300, "\ud800",
     b"bytes", [], {}, (), [[]], [None], {"a": 1}, (0, 0), (1 << 70, -1), {1: 2}, [{"filename": 3, "line": "x", "name": None}],
@@ -162,12 +163,14 @@ def odd_capture(data: bytes, rng: random.Random) -> bytes:
 
 WAYS: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flip, flip, write, splice, splice, remove, repeat, pack, odd_object, odd_object, odd_object, odd_object, odd_capture)
 
+KINDS = {"both": WAYS, "snapshot": tuple(way for way in WAYS if way is not odd_capture), "nbmem": (odd_capture,)}
 
-def mutant(number: int) -> tuple[str, bytes]:
+
+def mutant(number: int, kind: str = "both") -> tuple[str, bytes]:
     """How it was made, and the bytes."""
     rng = random.Random(number)
     name, data = rng.choice(originals())
-    way = rng.choice(WAYS)
+    way = rng.choice(KINDS[kind])
     return f"{number} {way.__name__} {name}", way(data, rng)
 
 
@@ -193,12 +196,12 @@ def attempt(data: bytes) -> str:
     return "ok"
 
 
-def main(first: int, count: int, progress: str) -> None:
+def main(first: int, count: int, progress: str, kind: str = "both") -> None:
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     Path(progress).write_text("start")
     results = {"ok": 0, "refused": 0}
     for number in range(first, first + count):
-        name, data = mutant(number)
+        name, data = mutant(number, kind)
         Path(progress).write_text(name)
         begin = time.perf_counter()
         try:
@@ -213,4 +216,4 @@ def main(first: int, count: int, progress: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,6 +1,6 @@
 """Thousands of damaged files: each gives a result or a refusal, within the memory limit and the time limit, and none runs anything.
 
-``NBMEMPROF_MUTANTS`` says how many (10,000); ``NBMEMPROF_MUTANTS_FROM`` with which to begin.
+``NBMEMPROF_MUTANTS`` says how many of each kind of file (10,000); ``NBMEMPROF_MUTANTS_FROM`` with which to begin.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ BATCH = 500
 
 
 @pytest.mark.soak
-def test_ten_thousand_mutants_load_or_are_refused(tmp_path):
+@pytest.mark.parametrize("kind", ["snapshot", "nbmem"])
+def test_ten_thousand_mutants_load_or_are_refused(kind, tmp_path):
     first, count = int(os.environ.get("NBMEMPROF_MUTANTS_FROM", "0")), int(os.environ.get("NBMEMPROF_MUTANTS", "10000"))
     failures: list[str] = []
     tried = {"ok": 0, "refused": 0}
     for begin in range(first, first + count, BATCH):
         many = min(BATCH, first + count - begin)
-        failures += _batch(begin, many, tmp_path / f"{begin}.txt", tried)
-    print(f"{tried['ok']} opened, {tried['refused']} refused, {len(failures)} failed")
+        failures += _batch(begin, many, tmp_path / f"{begin}.txt", tried, kind)
+    print(f"\n{count} damaged {kind} files from number {first} on: {tried['ok']} opened, {tried['refused']} refused, {len(failures)} failed")
     assert not failures, "\n\n".join(failures[:10])
     assert sum(tried.values()) == count
     assert min(tried.values()) > count // 10
 
 
-def _batch(first: int, count: int, progress: Path, tried: dict[str, int]) -> list[str]:
+def _batch(first: int, count: int, progress: Path, tried: dict[str, int], kind: str) -> list[str]:
     """Try a batch in a child process with a memory limit; one that stands still is ended and named."""
-    command = [sys.executable, mutants.__file__, str(first), str(count), str(progress)]
+    command = [sys.executable, mutants.__file__, str(first), str(count), str(progress), kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"POLARS_MAX_THREADS": "2"}) as child:
         seen, since = "", time.monotonic()
         while child.poll() is None:
