@@ -10,11 +10,11 @@ from test_plain_cell import kernel, text_of
 MIB = 1 << 20
 FAIL = """%%memprof
 def _inner(batch):
-    work = torch.empty(3 << 20, dtype=torch.uint8)
+    work = torch.empty(3 << 20, dtype=torch.uint8, device=dev)
     raise ValueError("label 7 is not in range(5)")
 
 def run():
-    batch = torch.empty(2 << 20, dtype=torch.uint8)
+    batch = torch.empty(2 << 20, dtype=torch.uint8, device=dev)
     _inner(batch)
 
 run()"""
@@ -22,20 +22,22 @@ ALIVE = "report(alive())"
 SETUP = """import gc, json, sys, torch
 import nbmemprof as mp
 %load_ext nbmemprof
+dev = 'DEVICE'
+torch.zeros(1, device=dev)
 def report(x):
     print(json.dumps(x))
 def alive():
-    return int(mp.holders(device='cpu')['counted_bytes'].sum())
+    return int(mp.holders(device=dev)['counted_bytes'].sum())
 def by_holder():
-    return mp.holders(device='cpu', by='holder').select('kind', 'holder', 'size_bytes', 'releasable').rows()"""
-LOAD = "%%memprof\nDATA = torch.empty(4 << 20, dtype=torch.uint8)"
+    return mp.holders(device=dev, by='holder').select('kind', 'holder', 'size_bytes', 'releasable').rows()"""
+LOAD = "%%memprof\nDATA = torch.empty(4 << 20, dtype=torch.uint8, device=dev)"
 CELLS = {
     "setup": SETUP,
-    "mine": "mine = torch.ones(1 << 18)\nalso_out = torch.empty(6 << 20, dtype=torch.uint8)\nreport(alive())",
+    "mine": "mine = torch.ones(1 << 18, device=dev)\nalso_out = torch.empty(6 << 20, dtype=torch.uint8, device=dev)\nreport(alive())",
     "fail": FAIL,
     "meta": "report([_memprof.meta['traceback_bytes'], _memprof.meta['traceback_text']])",
-    "out 5 MiB": "torch.empty(5 << 20, dtype=torch.uint8)",
-    "out 7 MiB": "[torch.empty(7 << 20, dtype=torch.uint8)]",
+    "out 5 MiB": "torch.empty(5 << 20, dtype=torch.uint8, device=dev)",
+    "out 7 MiB": "[torch.empty(7 << 20, dtype=torch.uint8, device=dev)]",
     "out of mine": "also_out",
     "number": "40 + 2",
     "holders": "report(by_holder())",
@@ -48,7 +50,7 @@ CELLS = {
     "names": "report([float(mine.sum()), also_out.nbytes, sorted(Out), Out[8], _, '_5' in globals(), '_8' in globals(), hasattr(sys, 'last_value')])",
     "again": "%memprof release",
     "tb": "%tb",
-    "ours is _": "_ = torch.empty(1 << 20, dtype=torch.uint8); err = None",
+    "ours is _": "_ = torch.empty(1 << 20, dtype=torch.uint8, device=dev); err = None",
     "caught": "try:\n    run()\nexcept ValueError as e:\n    err = e",
     "user keeps": "%memprof release --yes",
     "still theirs": "report([_.nbytes, sorted(err.__traceback__.tb_next.tb_frame.f_locals)])",
@@ -57,12 +59,12 @@ CELLS = {
     "load again": LOAD,
     "replaced": "report(_memprof.meta.get('replaced'))",
     "load third": LOAD,
-    "del first": "%%memprof\ndel DATA\nDATA = torch.empty(4 << 20, dtype=torch.uint8)",
+    "del first": "%%memprof\ndel DATA\nDATA = torch.empty(4 << 20, dtype=torch.uint8, device=dev)",
     "not replaced": "report(_memprof.meta.get('replaced'))",
     "fail again": FAIL,
     "debugged": "%memprof release --yes",
     "after debugged": ALIVE,
-    **{f"cell {i}": f"%%memprof\nx = torch.ones(1000, requires_grad=True)\n(x * {i}).sum().backward()\nprint({i})" for i in range(30)},
+    **{f"cell {i}": f"%%memprof\nx = torch.ones(1000, requires_grad=True, device=dev)\n(x * {i}).sum().backward()\nprint({i})" for i in range(30)},
     "flat": "report([counts[5], counts[29], alive()])",
 }
 # count living objects at the end of two profiled cells
@@ -70,9 +72,10 @@ for _at in (5, 29):
     CELLS[f"cell {_at}"] += f"\nx = None; gc.collect(); counts = {{**globals().get('counts', {{}}), {_at}: len(gc.get_objects())}}"
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory):
-    return dict(zip(CELLS, kernel(list(CELLS.values()), tmp_path_factory.mktemp("release")), strict=True))
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def cells(request, tmp_path_factory):
+    sources = [source.replace("'DEVICE'", repr(request.param)) for source in CELLS.values()]
+    return dict(zip(CELLS, kernel(sources, tmp_path_factory.mktemp("release")), strict=True))
 
 
 def said(cells, name: str) -> str:

@@ -122,7 +122,8 @@ class Namer:
         if cls is _LRU:
             inner = (own_dict(thing) or {}).get("__wrapped__")
             what = describe_function(inner) or short(link.text)
-            return Link((*link.steps, f"lru_cache of {what}"), link.text, "lru_cache" if link.kind in _WEAK else link.kind, what, link.root, link.origin)
+            kind, place = ("lru_cache", what) if link.kind in (*_WEAK, "local") else (link.kind, link.place)
+            return Link((*link.steps, f"lru_cache of {what}"), link.text, kind, place, link.root, link.origin)
         if cls in _SUSPENDED and link.kind in ("variable", "module", "local"):
             return Link(link.steps, link.text, "generator", f"{describe_type(thing)} {thing.__qualname__}", link.root, link.origin)
         return link

@@ -116,7 +116,11 @@ class _Search:
         self._fence(slots)
         self._reach(USER, list(_roots.names(self.namespace, self.shell)))
         self._open_modules(slots)
-        self._reach(RUNNING, [*_roots.running(), *_roots.handled(), *_roots.modules(self.namespace)])
+        modules = list(_roots.modules(self.namespace))
+        self.objects.close(own_dict(root.thing) for root in modules)  # a module's names are its own, not those of a function that runs in it
+        self._reach(RUNNING, [*_roots.running(), *_roots.handled()])
+        self._open_modules(slots)
+        self._reach(RUNNING, modules)
         self.objects.closed[:] = False
         self._reach(NOTEBOOK, [Root(slot.thing, slot.label, slot.kind) for slot in sorted(slots, key=lambda s: s.kind != "output")])
         self._rest()
