@@ -37,6 +37,7 @@ _NAMES = {
     "watch": "watching",
     "open_run": "runs",
     "layers": "analyses.layers",
+    "ledger": "analyses.ledger",
     "compare": "comparing",
     "tag": "tags",
     "phase": "tags",
@@ -91,6 +92,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
     from nbmemprof.analyses.layers import layers as layers
     from nbmemprof.analyses.leaks import leaks as leaks
+    from nbmemprof.analyses.ledger import ledger as ledger
     from nbmemprof.analyses.lifetimes import lifetimes as lifetimes
     from nbmemprof.analyses.oom import oom as oom
     from nbmemprof.analyses.pools import pools as pools

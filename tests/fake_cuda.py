@@ -153,6 +153,9 @@ class FakeCuda:
     def device_facts(self, device: int) -> dict[str, Any]:
         return {"name": "Fake", "uuid": None, "capacity_bytes": 1 << 37, "limit_bytes": self.heap.limit}
 
+    def outside(self) -> Any:
+        return None
+
     def process_bytes(self, uuid: str | None) -> int | None:
         return self.heap.reserved + 1000
 

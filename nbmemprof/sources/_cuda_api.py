@@ -13,6 +13,7 @@ from typing import Any
 from nbmemprof import _optional
 from nbmemprof.sources import _nvml
 from nbmemprof.sources._observer import Observer
+from nbmemprof.sources._outside import Outside
 
 __all__ = ["Cuda", "unavailable"]
 
@@ -123,6 +124,10 @@ class Cuda:
         """What watches the program for phases, modules and owners; ``notes``: it may attach notes to allocations."""
         note = getattr(self._torch._C, "_cuda_setMemoryMetadata", None) if notes else None
         return Observer(self._torch, "cuda", note)
+
+    def outside(self) -> Outside | None:
+        """What tells of the device beside torch's allocator."""
+        return Outside(self._torch)
 
     def process_bytes(self, uuid: str | None) -> int | None:
         """Bytes that this process holds on a device, as the driver counts them."""

@@ -1,4 +1,4 @@
-"""Ask the driver (NVML, by ctypes) how many bytes this process holds on a device, and how busy the device was."""
+"""Ask the driver (NVML, by ctypes) how many bytes are in use on a device, by whom, and how busy the device was."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import os
 from functools import cache
 from itertools import pairwise
 
-__all__ = ["busy_fraction", "process_bytes"]
+__all__ = ["busy_fraction", "everywhere", "process_bytes", "processes", "used_bytes"]
 
 _UTILIZATION = 1  # NVML_GPU_UTILIZATION_SAMPLES
 _TRY_AGAIN = 7  # NVML_ERROR_INSUFFICIENT_SIZE
 _NOT_TOLD = (1 << 64) - 1
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint), ("total", ctypes.c_ulonglong), ("reserved", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+_MEMORY_V2 = ctypes.sizeof(_Memory) | 2 << 24  # NVML's versions of a struct: its size and its number
 
 
 class _Process(ctypes.Structure):
@@ -42,6 +49,12 @@ def process_bytes(uuid: str | None, pid: int | None = None) -> int | None:
 
     In a container the driver's process ids are the host's: a process that is alone on the device is taken for this one.
     """
+    rows = processes(uuid)
+    return None if rows is None else _mine(rows, os.getpid() if pid is None else pid)
+
+
+def processes(uuid: str | None) -> list[tuple[int, int]] | None:
+    """Process id and bytes of each process that computes on a device; None where the driver doesn't tell."""
     library = _library()
     try:
         handle = _handle(library, uuid) if library is not None and uuid else None
@@ -52,16 +65,44 @@ def process_bytes(uuid: str | None, pid: int | None = None) -> int | None:
             answer = library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), rows)
             if answer != _TRY_AGAIN:
                 break
-        if answer:
-            return None
+        return None if answer else [(r.pid, r.used) for r in rows[: count.value]]
     except AttributeError:  # a library that lacks the call
         return None
-    return _mine([(r.pid, r.used) for r in rows[: count.value]], os.getpid() if pid is None else pid)
 
 
 def _mine(rows: list[tuple[int, int]], pid: int) -> int | None:
     found = [used for owner, used in rows if owner == pid] or ([rows[0][1]] if len(rows) == 1 else [])
     return found[0] if found and found[0] != _NOT_TOLD else None
+
+
+def used_bytes(uuid: str | None) -> int | None:
+    """Bytes in use on a device by all processes, without what the driver sets aside for itself; None where it doesn't tell."""
+    library = _library()
+    handle = _handle(library, uuid) if library is not None and uuid else None
+    return None if library is None or handle is None else _used(library, handle)
+
+
+def _used(library: ctypes.CDLL, handle: ctypes.c_void_p) -> int | None:
+    memory = _Memory(version=_MEMORY_V2)
+    try:
+        return int(memory.used) if library.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(memory)) == 0 else None
+    except AttributeError:  # a library that lacks the call
+        return None
+
+
+def everywhere() -> dict[str, int]:
+    """Bytes in use on every device of the machine, by uuid; makes no CUDA context."""
+    library, count, found = _library(), ctypes.c_uint(), {}
+    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return {}
+    for index in range(count.value):
+        handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or library.nvmlDeviceGetUUID(handle, name, 96):
+            continue
+        used = _used(library, handle)
+        if used is not None:
+            found[name.value.decode(errors="replace").removeprefix("GPU-")] = used
+    return found
 
 
 def busy_fraction(uuid: str | None, since_us: float) -> float | None:

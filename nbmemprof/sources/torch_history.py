@@ -24,6 +24,7 @@ from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
 from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
 from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals, with_older_stacks, with_pools
+from nbmemprof.sources._device_sampler import DeviceSampler
 from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["FLAGS", "Mark", "TorchHistory", "picture", "source", "unavailable"]
@@ -98,6 +99,7 @@ class TorchHistory:
         self._notes: list[str] = []
         self._inside = threading.local()
         self._observer: Any = None
+        self._sampler: DeviceSampler | None = None
 
     # ------------------------------------------------------------------ the protocol
     def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
@@ -107,9 +109,14 @@ class TorchHistory:
         self._entries = max(ring_bytes // _ENTRY_BYTES.get(stacks, _ENTRY_BYTES["python"]), 1000)
         self._keep = min(max(ring_bytes // 4 // _KEPT_BYTES, 1000), 1_000_000)
         self._start = Mark(self._clock() * 1e6)
+        outside = self._cuda.outside()
+        if outside is not None:
+            self._sampler = DeviceSampler(outside, self._cuda.stats, self._clock)
         if self._cuda.initialized():
             self._begin()
         else:
+            if self._sampler is not None:
+                self._sampler.before_cuda()
             self._cuda.on_init(self._begin_late)
 
     def mark(self) -> Mark:
@@ -121,6 +128,8 @@ class TorchHistory:
             mark.seconds = self._ring.seconds
         if self._observer is not None:
             mark.record = self._observer.look()
+        if self._sampler is not None:
+            self._sampler.tick()
         return mark
 
     def cut(self, since: Mark) -> Capture:
@@ -186,6 +195,9 @@ class TorchHistory:
             },
         )
         self._observe()
+        if self._sampler is not None:
+            self._sampler.begin({d: cuda.device_facts(d)["uuid"] for d in ring.tracks})
+            self._sampler.read(_in_use({d: t.now for d, t in ring.tracks.items()}))
         self._thread = threading.Thread(target=self._poll, name="nbmemprof-poll", daemon=True)
         self._thread.start()
 
@@ -227,6 +239,8 @@ class TorchHistory:
     def _poll(self) -> None:
         ring, pause = self._ring, min(_POLL_SECONDS, self._entries / _FASTEST)
         while ring is not None and not self._stop.wait(pause):
+            if self._sampler is not None:
+                self._sampler.tick()
             try:
                 if self._mode == "counters":
                     ring.read()
@@ -281,8 +295,17 @@ class TorchHistory:
                 return self._of_counters(ring, since, end_us)
             log = self._look(since, ring)
             window = ring.take(clear=True)
+            if self._sampler is not None:
+                self._sampler.read(_in_use({d: t.now for d, t in ring.tracks.items()}))
             ring.settle()
             return _Assembly(self, ring, since, end_us, window, log).capture()
+
+    def _told(self, since: Mark) -> tuple[pl.DataFrame, dict[str, Any]]:
+        """What the driver said, as ``samples`` and meta."""
+        if self._sampler is None:
+            return schema.empty("samples"), {}
+        found: dict[str, Any] = {"libraries": self._sampler.facts(), "driver_trouble": self._sampler.trouble or None}
+        return self._sampler.frame(since.clock_us), found
 
     def _look(self, since: Mark, ring: Ring) -> _placing.Log | None:
         """Note owners once more and take the log; others than the known are searched for where anything happened."""
@@ -306,8 +329,12 @@ class TorchHistory:
                 "peak_allocated_bytes": allocated, "peak_requested_bytes": requested or None, "peak_reserved_bytes": reserved,  # cudaMallocAsync fills no requested
                 "time_us": None, "seq": None, "snapshot_id": None,
             }  # fmt: skip
+        if self._sampler is not None:
+            self._sampler.read(_in_use({d: t.now for d, t in ring.tracks.items()}))
+        told, more = self._told(since)
+        samples = pl.concat([samples, told])
         note = f"no events: {self._why}; torch's counters were read every {_POLL_SECONDS * 1e3:.0f} ms instead"
-        meta = _facts(self._cuda, {d: t.now for d, t in ring.tracks.items()}, None)
+        meta = more | _facts(self._cuda, {d: t.now for d, t in ring.tracks.items()}, None)
         return Capture.build({"samples": samples}, **meta, peaks=peaks, counters=_counters(ring, since), recording=None, warnings=[*self._notes, note])
 
 
@@ -331,7 +358,9 @@ class _Assembly:
         tables |= self._seen(events, tables["marks"])
         written = sum(t.taken - since.positions[d] for d, t in ring.tracks.items())
         meta = _facts(self.owner._cuda, {d: t.now for d, t in ring.tracks.items()}, self.last.settings)
-        meta |= {"counters": _counters(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}}
+        samples, more = self.owner._told(since)
+        meta |= {"counters": _counters(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}} | more
+        tables["samples"] = samples
         thinned = written > events.filter(pl.col("counted")).height
         if thinned:
             self._say_what_is_missing(written, events.height, meta)
@@ -415,7 +444,7 @@ class _Assembly:
         thin.append(_poll_samples(ring, start, start + float(kept_from), covered))  # type: ignore[arg-type]
         totals = pl.concat([no_totals(), *(w.totals for w in older)])
         return {
-            "samples": pl.concat(thin).filter(pl.col("time_us") >= 0).sort("time_us"),
+            "samples": pl.concat([*thin, made.tables["samples"]]).filter(pl.col("time_us") >= 0).sort("time_us", maintain_order=True),
             "blocks": pl.concat([*pictures, made.tables["blocks"]]),
             "thinned": totals.group_by("device", "stack_id").agg(pl.col("count").sum(), pl.col("requested_bytes").sum()),
         }
@@ -516,10 +545,15 @@ def _since(track: Track, begin: Reading) -> list[int | None]:
     return then.known_peaks()
 
 
+def _in_use(readings: dict[int, Reading]) -> list[int]:
+    """Devices that torch has used; the first where it has used none."""
+    return [d for d, r in readings.items() if r.reserved or r.events] or list(readings)[:1]
+
+
 def _facts(cuda: Any, readings: dict[int, Reading], settings: dict[str, Any] | None) -> dict[str, Any]:
     """What is known about devices, limits, configuration and versions."""
     facts = {d: cuda.device_facts(d) for d in readings}
-    used = [d for d, r in readings.items() if r.reserved or r.events] or list(facts)[:1]
+    used = _in_use(readings)
     outside = {str(d): _outside(facts[d]["uuid"], readings[d].reserved, cuda) for d in used}
     main = used[0] if used else None
 
