@@ -17,7 +17,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "pynvml")
 
 # room -> the rooms that its modules may import from, at the top or inside a function
-GROUND = {"errors", "units", "_optional", "_jit", "_torch_import", "schema", "capture", "heap", "attribution", "tags"}
+GROUND = {"errors", "units", "_optional", "_cells", "_jit", "_torch_import", "schema", "capture", "heap", "attribution", "tags"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
@@ -27,15 +27,16 @@ ALLOWED = {
     "attribution": {"schema"},
     "tags": {"errors", "_optional", "schema"},
     "_jit": {"errors", "_optional"},
+    "_cells": {"_optional"},
     "_torch_import": {"errors", "_optional"},
     "access": {"errors", "units", "_optional"},  # the warp model: no GPU, no capture
-    "gpu": GROUND | {"access", "gpu"},
+    "gpu": GROUND | {"access", "gpu", "analyses"},  # counters come home as a capture, and are read by an analysis
     "prediction": GROUND | {"allocator", "prediction", "analyses"},
     "searching": GROUND | {"allocator", "prediction", "analyses"},
     "heap": GROUND | {"allocator"},
     "allocator": GROUND | {"allocator"},
     "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
-    "sources": GROUND | {"allocator", "prediction", "sources", "flags"},  # the virtual device is the model, a prediction comes from a fake run
+    "sources": GROUND | {"allocator", "prediction", "gpu", "sources", "flags"},  # the virtual device is the model, a prediction comes from a fake run
     "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
     "views": GROUND | {"access", "allocator", "analyses", "views"},
     "memory_stats": {"errors", "units", "_optional", "schema"},

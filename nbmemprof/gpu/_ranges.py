@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from nbmemprof.errors import NotRecording
 from nbmemprof.gpu import _structs
 from nbmemprof.gpu._cupti import Cupti, CuptiRefused
 from nbmemprof.gpu._metric_host import MetricHost
@@ -109,11 +110,13 @@ class RangeSession:
 
     def stop(self) -> list[dict[str, float]]:
         """End, and give the counters of every kernel in launch order. The caller has synchronised the context."""
-        assert self.host is not None
+        host = self.host
+        if host is None:
+            raise NotRecording("This counting session is closed already. Make a new one.")
         self._stop()
         self.dropped = int(self.cupti.call("cuptiRangeProfilerDecodeData", profiler=self._profiler).dropped)
         found = self.cupti.call("cuptiRangeProfilerGetCounterDataInfo", size=len(self._data), data=ctypes.addressof(self._data)).ranges
-        return [self.host.evaluate(self._data, index) for index in range(found)]
+        return [host.evaluate(self._data, index) for index in range(found)]
 
     def _stop(self) -> None:
         if self.started:

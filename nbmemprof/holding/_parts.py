@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType
 from typing import Any
 
-from nbmemprof.sources._stacks import cell_names
+from nbmemprof._cells import cell_names
 
 __all__ = ["OPTIMIZED", "bases", "class_dict", "describe_type", "file_line", "frame_locals", "function_name", "has_base", "has_base_named", "own_dict", "slots"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from nbmemprof import schema
-from nbmemprof.sources._stacks import cell_names
+from nbmemprof._cells import cell_names
 
 __all__ = ["COUNTED", "Reading", "Stacks", "events_frame", "heap_frames", "tail_of", "unseen_from"]
 

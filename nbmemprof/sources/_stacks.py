@@ -10,9 +10,10 @@ from typing import Any
 
 import polars as pl
 
-from nbmemprof import _optional, schema
+from nbmemprof import schema
+from nbmemprof._cells import cell_names
 
-__all__ = ["CHECKPOINT", "MODULE", "OPTIMIZER", "Layers", "Stacks", "cell_names"]
+__all__ = ["CHECKPOINT", "MODULE", "OPTIMIZER", "Layers", "Stacks"]
 
 # what a stack tells: it runs an optimizer's step, passes through torch.utils.checkpoint, ends where a module of torch.nn makes its parameters
 OPTIMIZER, CHECKPOINT, MODULE = 1, 2, 4
@@ -20,14 +21,6 @@ _OURS = __file__.rpartition("_stacks")[0]
 _LIMIT = 30_000  # distinct paths; one takes about 3 kB
 
 Row = tuple[CodeType, int]
-
-
-def cell_names() -> dict[str, str]:
-    """File name that IPython gave to a cell's code → ``In[7]``; empty outside IPython."""
-    ipython = _optional.loaded("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    known = getattr(getattr(shell, "compile", None), "_filename_map", None)
-    return {str(name): f"In[{count}]" for name, count in dict(known or {}).items()}
 
 
 class Stacks:
