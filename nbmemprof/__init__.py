@@ -42,6 +42,7 @@ _NAMES = {
     "tag": "tags",
     "phase": "tags",
     "holders": "holding",
+    "predict": "prediction.run",
     "temporary": "patterns",
     "LeakTracker": "patterns",
     "assert_no_growth": "patterns",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.patterns import LeakTracker as LeakTracker
     from nbmemprof.patterns import assert_no_growth as assert_no_growth
     from nbmemprof.patterns import temporary as temporary
+    from nbmemprof.prediction.run import predict as predict
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot

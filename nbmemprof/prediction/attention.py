@@ -1,0 +1,106 @@
+"""Which attention kernel a GPU and a torch take, as data; and the operator that makes the same choice in a fake run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nbmemprof.prediction.catalogue import GPU
+
+__all__ = ["TABLE", "Choice", "choose", "run"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Order in which torch tries the kernels for one generation of GPUs and one version of torch.
+
+    Attributes
+    ----------
+    half, single
+        Kernels tried for half precision (float16, bfloat16) and for float32, best first.
+    flash_head_dim
+        Largest head dimension of flash attention.
+    cudnn_head_dim
+        Largest head dimension of cuDNN's.
+    source
+        Where that is from.
+    """
+
+    half: tuple[str, ...]
+    single: tuple[str, ...]
+    flash_head_dim: int
+    cudnn_head_dim: int
+    source: str
+
+
+_SOURCE = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
+TABLE: dict[tuple[str, str], Choice] = {
+    ("hopper", "2.11"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 128, "measured: H200, torch 2.11.0+cu130"),
+    ("hopper", "2.13"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 128, _SOURCE),
+}
+
+
+def choose(torch: Any, gpu: GPU, version: str, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, gqa: bool) -> str:
+    """Name the kernel: ``cudnn flash efficient math``."""
+    table = TABLE.get((gpu.generation, version)) or TABLE.get((gpu.generation, "2.11")) or TABLE["hopper", "2.11"]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    for kernel in table.half if half else table.single:
+        if _enabled(torch, kernel) and _fits(torch, table, kernel, query, key, value, mask, dropout, causal, gqa):
+            return kernel
+    return "math"
+
+
+def _enabled(torch: Any, kernel: str) -> bool:
+    asked = {"cudnn": "_get_cudnn_sdp_enabled", "flash": "_get_flash_sdp_enabled", "efficient": "_get_mem_efficient_sdp_enabled", "math": "_get_math_sdp_enabled"}[kernel]
+    return bool(getattr(torch._C, asked)())
+
+
+def _fits(torch: Any, table: Choice, kernel: str, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, gqa: bool) -> bool:
+    if kernel == "math":
+        return True
+    if not (query.dim() == key.dim() == value.dim() == 4) or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    if any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in (query, key, value)) or 0 in (query.shape[2], key.shape[2], query.shape[0]):
+        return False
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        return False
+    width = max(query.shape[-1], value.shape[-1])
+    grouped = gqa and query.shape[1] != key.shape[1]
+    if kernel == "flash":
+        return mask is None and width <= table.flash_head_dim and query.shape[-1] == value.shape[-1]
+    if kernel == "efficient":
+        return not grouped and query.shape[1] == key.shape[1] == value.shape[1]
+    if query.shape[2] == 1 or query.shape[-1] % 8 or value.shape[-1] % 8:
+        return False
+    return width <= table.cudnn_head_dim
+
+
+def run(torch: Any, gpu: GPU, version: str, record: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Any:
+    """Do what ``scaled_dot_product_attention`` does in C++ after the choice (aten/src/ATen/native/transformers/attention.cpp)."""
+    aten = torch.ops.aten
+    kernel = choose(torch, gpu, version, query, key, value, mask, dropout, causal, gqa)
+    record.kernels[kernel] = record.kernels.get(kernel, 0) + 1
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    if kernel == "math":
+        return aten._scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa)[0]
+    lse = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, lse, dropout, causal, False, scale=scale)[0]
+    if kernel == "flash":
+        width = query.shape[-1]
+        scale = scale if scale is not None else width**-0.5
+        query, key, value = (_padded(torch, t, 8) for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+        return out if out.shape[-1] == width else out[..., :width]
+    if mask is not None:
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        if mask.shape[-1] % 8:
+            size = mask.shape[-1]
+            mask = torch.nn.functional.pad(mask, (0, 8 - size % 8))[..., :size]
+    return aten._scaled_dot_product_efficient_attention(query, key, value, mask, lse, dropout, causal, scale=scale)[0]
+
+
+def _padded(torch: Any, tensor: Any, to: int) -> Any:
+    rest = tensor.shape[-1] % to
+    return tensor if rest == 0 else torch.nn.functional.pad(tensor, (0, to - rest))

@@ -1,0 +1,31 @@
+"""Operators whose C++ composite code would choose differently for a fake: what the dispatcher is given in their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from nbmemprof.prediction import attention
+
+__all__ = ["registered"]
+
+
+@contextlib.contextmanager
+def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
+    """Register the kernels for CUDA while the block runs."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def sdpa(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
+        return attention.run(torch, rules.gpu, rules.version, record, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def in_recorder(recorder: Any, _func: Any, args: Any, kwargs: Any) -> Any:  # inference mode skips the autograd keys
+        with recorder:
+            return sdpa(*args, **kwargs)
+
+    try:
+        library.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
+        rules.before[torch.ops.aten.scaled_dot_product_attention.default] = in_recorder
+        yield
+    finally:
+        library._destroy()

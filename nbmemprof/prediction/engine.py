@@ -1,0 +1,71 @@
+"""A step under fake tensors: one function that runs in any process and returns what the step would take on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from nbmemprof import _optional
+from nbmemprof.prediction import composites, legal, patches, workspaces
+from nbmemprof.prediction.catalogue import GPU
+from nbmemprof.prediction.memory import Memory
+from nbmemprof.prediction.recorder import Record, recorder_class
+from nbmemprof.prediction.rules import Rules
+from nbmemprof.prediction.shadows import Shadows
+from nbmemprof.prediction.where import Where
+
+__all__ = ["Session", "fake_run"]
+
+
+class Session:
+    """Fake CUDA for as long as the block runs: ``with Session(gpu) as session:`` then the user's code, as often as wanted."""
+
+    def __init__(self, gpu: GPU, *, torch_rules: str | None = None, limit_bytes: int | None = None) -> None:
+        self.gpu, self.version = gpu, torch_rules or gpu.torch
+        self.record = Record()
+        self.limit_bytes = limit_bytes
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Session:
+        torch = _optional.require("torch", feature="a prediction")
+        stack = self._stack
+        try:
+            stack.enter_context(legal.fake_cuda())
+            fake_tensor = torch._subclasses.fake_tensor
+            mode_class = type("NbmemprofFakes", (fake_tensor.FakeTensorMode,), {"avoid_device_init": property(lambda _self: True)})
+            memory = Memory(self.gpu, self.record, self.limit_bytes)
+            stack.enter_context(patches.patched(self.gpu, memory))
+            rules = Rules(torch, self.gpu, self.version, self.record)
+            workspaces.install(torch, rules)
+            stack.enter_context(composites.registered(torch, rules, self.record))
+            where = Where(torch, self.record)
+            shadows = Shadows(torch, self.record)
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(where.watching())
+            stack.enter_context(mode_class(allow_non_fake_inputs=True))
+            self.recorder = recorder_class(torch)(self.record, where, shadows, rules)
+            self.where = where
+            where.index_of = self.recorder.index_of
+            stack.enter_context(self.recorder)
+        except BaseException:
+            stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
+def fake_run(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, device_row: GPU, torch_rules: str | None = None) -> Record:
+    """Run ``fn`` under fake tensors in this process and return its record.
+
+    Raises
+    ------
+    CantFake
+        This torch's internals are not known.
+    """
+    with Session(device_row, torch_rules=torch_rules) as session:
+        result = fn(*args, **(kwargs or {}))
+        del result
+    return session.record

@@ -1,0 +1,150 @@
+"""From a fake run's record to a capture: the requests go through the allocator's model, what is known of each goes into the shared columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from nbmemprof import heap, schema
+from nbmemprof.allocator import Device
+from nbmemprof.allocator import _memory as M
+from nbmemprof.capture import Capture
+from nbmemprof.prediction.catalogue import GPU
+from nbmemprof.prediction.recorder import EMPTY_CACHE, Allocation, Record
+
+__all__ = ["capture_of", "served"]
+
+_ACTIONS = {
+    M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
+    M.SEGMENT_MAP: "segment_map", M.SEGMENT_UNMAP: "segment_unmap", M.OOM: "oom",
+}  # fmt: skip
+
+
+def served(record: Record, *, conf: str = "", torch: str = "2.11", limit_bytes: int | None = None, capacity_bytes: int | None = None, history: bool = True, sizes: Any = None) -> Device:
+    """Put the requests of a record through the allocator's model, in one go.
+
+    Parameters
+    ----------
+    sizes
+        Bytes of each allocation instead of the record's, for a range's other end.
+
+    Returns
+    -------
+    The device after the last request. Its trace names, in the last word of a row, the operation that caused it.
+    """
+    device = Device(conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=capacity_bytes, history=history)
+    events = np.asarray(record.events, np.int64)
+    count = len(record.made)
+    nbytes = np.asarray([made.nbytes for made in record.made] if sizes is None else sizes, np.int64)
+    operations = np.zeros((len(events), M.WORDS), np.int64)
+    empty = events == EMPTY_CACHE
+    is_alloc = (events >= 0) & ~empty
+    row = np.where(empty, 0, np.where(events >= 0, events, ~events))
+    operations[:, M.T_KIND] = np.where(empty, M.EMPTY, np.where(is_alloc, M.ALLOC, M.FREE_REQUESTED))
+    operations[:, M.T_SIZE] = np.where(is_alloc, nbytes[row] if count else 0, 0)
+    operations[:, M.T_ROW] = row
+    operations[:, M.T_POOL] = np.where(is_alloc, device._model.default, 0)
+    model = device._model
+    model.m[M.NOW], model.m[M.STOP], model.m[M.NEXT_GIVEN] = 0, operations.size, 0
+    device._trace = model.run(device._trace, operations.reshape(-1), np.zeros(2 * max(1, count), np.int64), work=len(events))
+    return device
+
+
+def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: int | None, capacity_bytes: int | None, meta: dict[str, Any]) -> Capture:
+    """Make the capture of a prediction."""
+    capacity = gpu.capacity_bytes if capacity_bytes is None else capacity_bytes
+    outside = outside_bytes(gpu, record)
+    device = served(record, conf=conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=max(0, capacity - outside))
+    trace = device._trace[: int(device._model.m[M.AT])].reshape(-1, M.WORDS)
+    stats = device.stats()
+    events = _events(trace)
+    segments, blocks = _picture(device.snapshot())
+    marks = _marks(record, trace)
+    tables = {"events": events, "hints": _hints(record, trace), "segments": segments, "blocks": blocks, "marks": marks}
+    counters = {
+        "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"], "start_allocated_bytes": 0, "start_reserved_bytes": 0,
+        "end_allocated_bytes": stats["allocated_bytes.all.current"], "end_reserved_bytes": stats["reserved_bytes.all.current"], "retries": stats["num_alloc_retries"],
+    }  # fmt: skip
+    return heap.build(
+        tables, origin="predicted", source="prediction", device=gpu.title, capacity_bytes=capacity, limit_bytes=limit_bytes, conf=conf, torch=torch, outside_bytes=outside,
+        counters={"0": counters}, assumptions=[{"what": what, "count": count} for what, count in sorted(record.assumptions.items())], kernels=dict(record.kernels), **meta,
+    )  # fmt: skip
+
+
+def outside_bytes(gpu: GPU, record: Record) -> int:
+    """Context and libraries that the run met, from the catalogue."""
+    table, used = gpu.outside, record.used
+    reached = [table.kernels if record.made else table.context]
+    reached += [getattr(table, name) for name in ("blas", "second_blas", "cudnn", "fft", "solver") if name in used]
+    return max(reached) << 20
+
+
+def _events(trace: Any) -> pl.DataFrame:
+    kind = trace[:, 0]
+    addr = pl.Series(np.where(kind == M.OOM, 0, trace[:, 1]).astype(np.uint64))
+    columns = {
+        "device": 0, "kind": "device", "source": "torch", "seq": np.arange(len(trace)), "action": pl.Series(kind).replace_strict(_ACTIONS, return_dtype=pl.String),
+        "addr": addr.set(pl.Series(kind == M.OOM), None) if len(addr) else addr, "requested_bytes": trace[:, 2], "stream": trace[:, 3], "pool_id": "0_0",
+    }  # fmt: skip
+    return schema.fill("events", columns, len(trace))
+
+
+def _picture(snapshot: dict[str, Any]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    segments, blocks = snapshot["segments"], [(s, b) for s in snapshot["segments"] for b in s["blocks"]]
+    common: dict[str, Any] = {"device": 0, "kind": "device", "source": "torch", "snapshot_id": 0, "pool_id": "0_0"}
+    one = {
+        "addr": pl.Series([s["address"] for s in segments], dtype=pl.UInt64), "size_bytes": [s["total_size"] for s in segments],
+        "allocated_bytes": [s["allocated_size"] for s in segments], "active_bytes": [s["active_size"] for s in segments],
+        "stream": [s["stream"] for s in segments], "pool": [s["segment_type"] for s in segments], "is_expandable": [s["is_expandable"] for s in segments],
+    }  # fmt: skip
+    other = {
+        "segment_addr": pl.Series([s["address"] for s, _ in blocks], dtype=pl.UInt64), "addr": pl.Series([b["address"] for _, b in blocks], dtype=pl.UInt64),
+        "size_bytes": [b["size"] for _, b in blocks], "requested_bytes": [None if b["state"] == "inactive" else b["requested_size"] for _, b in blocks],
+        "state": [b["state"] for _, b in blocks], "stream": [s["stream"] for s, _ in blocks], "pool": [s["segment_type"] for s, _ in blocks],
+    }  # fmt: skip
+    return schema.fill("segments", common | one, len(segments)), schema.fill("blocks", common | other, len(blocks))
+
+
+def _hints(record: Record, trace: Any) -> pl.DataFrame:
+    at = np.flatnonzero(trace[:, 0] == M.ALLOC)
+    events = np.asarray(record.events, np.int64)
+    index = events[trace[at, 5] // M.WORDS].tolist()
+    made = [record.made[i] for i in index]
+    words = [_category(one) for one in made]
+    columns = {
+        "alloc_seq": at, "category": [w for w, _ in words], "evidence": [e for _, e in words], "layer": [m.layer for m in made], "phase": [m.phase for m in made],
+        "step": [m.step for m in made], "op": [m.op for m in made],
+    }  # fmt: skip
+    return schema.fill("hints", columns, len(at))
+
+
+def _category(made: Allocation) -> tuple[str, str]:
+    """What an allocation is for: its owner's word, else where it began and where it ended."""
+    if made.category is not None:
+        return made.category, made.evidence or "model"
+    phase, ended = made.phase, made.ended
+    if phase == "optimizer":
+        return ("temporary", "phase") if ended == "optimizer" else ("optimizer_state", "phase")
+    if phase == "recompute":
+        return ("temporary", "phase") if ended == "recompute" else ("activations", "saved")
+    if phase == "backward":
+        return ("temporary", "phase") if ended in ("backward", "recompute") else ("gradients", "phase")
+    if ended in ("backward", "recompute"):
+        return "activations", "saved"
+    if phase == "forward":
+        return ("temporary", "phase") if ended is not None else ("activations", "module")
+    return ("temporary", "phase") if ended is not None else ("unknown", "none")
+
+
+def _marks(record: Record, trace: Any) -> pl.DataFrame:
+    """Steps, and refusals."""
+    source = trace[:, 5] // M.WORDS if len(trace) else np.zeros(0, np.int64)
+    seqs = [int(np.searchsorted(source, at, side="left")) - 1 for at, _, _ in record.marks]
+    refused = np.flatnonzero(trace[:, 0] == M.OOM)
+    kinds = [kind for _, kind, _ in record.marks] + ["oom"] * len(refused)
+    names = [name for _, _, name in record.marks] + ["out of memory (predicted)"] * len(refused)
+    values = [None] * len(record.marks) + [float(max(0, v)) for v in trace[refused, 1].tolist()]
+    columns = {"device": 0, "seq": [*seqs, *refused.tolist()], "kind": kinds, "name": names, "value": pl.Series(values, dtype=pl.Float64)}
+    return schema.fill("marks", columns, len(kinds))

@@ -1,0 +1,227 @@
+"""The dispatch mode that sees every operator of a fake run and writes down what its storages take and give back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Allocation", "Record", "recorder_class"]
+
+EMPTY_CACHE = 1 << 62  # in the stream of events: torch.cuda.empty_cache()
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One request of the fake run: bytes, operator, where in the step, and for what, where that is known."""
+
+    nbytes: int
+    op: str
+    layer: str | None
+    phase: str | None
+    step: int
+    category: str | None = None
+    evidence: str | None = None
+    ended: str | None = None  # phase in which it went; "" outside of phases, None: it did not
+
+
+@dataclass
+class Record:
+    """Everything that a fake run leaves.
+
+    ``events`` in order: index of an allocation when it is made, its complement (``~index``) when it goes, :data:`EMPTY_CACHE`. ``assumptions``
+    counts what had to be assumed, by its text. ``slack`` are bytes of allocations that a rule only bounds: (index, low, high).
+    """
+
+    events: list[int] = field(default_factory=list)
+    made: list[Allocation] = field(default_factory=list)
+    assumptions: dict[str, int] = field(default_factory=dict)
+    slack: list[tuple[int, int, int]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)  # libraries that were met: blas, second_blas, cudnn, fft, solver
+    kernels: dict[str, int] = field(default_factory=dict)  # attention kernels that were chosen, with how often
+    marks: list[tuple[int, str, str]] = field(default_factory=list)  # (number of events so far, kind, name)
+
+    def assume(self, what: str) -> None:
+        """Count an assumption."""
+        self.assumptions[what] = self.assumptions.get(what, 0) + 1
+
+
+class _Gone(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows which allocation it is."""
+
+    __slots__ = ("index", "key")
+    index: int
+    key: int
+
+
+def recorder_class(torch: Any) -> type:
+    """Return the mode's class; torch is there only now."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    tensor_class = torch.Tensor
+    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    class Recorder(TorchDispatchMode):  # type: ignore[misc]
+        """Calls the operator, then looks at what is new."""
+
+        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any) -> None:
+            super().__init__()
+            self.record, self.where, self.shadows, self.rules = record, where, shadows, rules
+            self.live: dict[int, _Gone] = {}
+            self.sizes: dict[int, int] = {}
+            self.lock = threading.RLock()
+            self._plans: dict[Any, int] = {}
+            self.device = torch.device("cuda", 0)
+
+        # -------------------------------------------------------------- the operator
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            plan = self._plans.get(func)
+            if plan is None:
+                plan = self._plans[func] = self._plan(func)
+            if plan == _VIEW:
+                out = func(*args, **kwargs)
+                if type(out) is tensor_class or isinstance(out, tensor_class):
+                    self.shadows.follow_view(func, args, kwargs, out)
+                else:
+                    self.shadows.follow(func, args, kwargs, out)
+                return out
+            if plan == _DECOMPOSE:
+                with self:
+                    return func.decompose(*args, **kwargs)
+            special = self.rules.before.get(func)
+            if special is not None:
+                out = special(self, func, args, kwargs)
+                if out is not NotImplemented:
+                    return out
+            answered, out = self.shadows.answer(func, args, kwargs)
+            if not answered:
+                out = func(*args, **kwargs)
+                self.shadows.follow(func, args, kwargs, out)
+            order = self.rules.order.get(func)
+            self.note(func, out if order is None else order(out))
+            after = self.rules.after.get(func)
+            if after is not None:
+                after(self, func, args, kwargs, out)
+            return out
+
+        def _plan(self, func: Any) -> int:
+            schema = func._schema
+            returns = schema.returns
+            if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+                return _VIEW
+            if func.namespace == "prim":
+                return _PLAIN
+            has = torch._C._dispatch_has_kernel_for_dispatch_key
+            if has(func.name(), implicit) and func not in self.rules.before:
+                return _DECOMPOSE
+            return _PLAIN
+
+        # -------------------------------------------------------------- storages
+        def note(self, func: Any, out: Any) -> None:
+            """Write down the storages of an output that are new, or have another size."""
+            if isinstance(out, tensor_class):
+                self._one(func, out)
+            elif isinstance(out, (tuple, list)):
+                for item in out:
+                    if isinstance(item, tensor_class):
+                        self._one(func, item)
+                    elif isinstance(item, (tuple, list)):
+                        self.note(func, item)
+
+        def _one(self, func: Any, tensor: Any) -> None:
+            if tensor.device.type != "cuda":
+                return
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its parts do
+                for part in _parts(tensor):
+                    self._one(func, part)
+                return
+            key = storage._cdata
+            nbytes = storage.nbytes()
+            known = self.live.get(key)
+            if known is not None:
+                if self.sizes[known.index] != nbytes:
+                    self._resized(func, storage, known, nbytes)
+                return
+            if nbytes:
+                self._new(func, storage, key, nbytes)
+
+        def _new(self, func: Any, storage: Any, key: int, nbytes: int) -> None:
+            with self.lock:
+                index = self.begin(nbytes, func._schema.name if func is not None else "opening")
+                ref = _Gone(storage, self._gone)
+                ref.index, ref.key = index, key
+                self.live[key] = ref
+
+        def begin(self, nbytes: int, op: str, category: str | None = None, evidence: str | None = None) -> int:
+            """Write down a request; returns its index."""
+            record = self.record
+            index = len(record.made)
+            layer, phase, step = self.where.now()
+            record.made.append(Allocation(nbytes, op.removeprefix("aten::"), layer, phase, step, category, evidence))
+            self.sizes[index] = nbytes
+            record.events.append(index)
+            return index
+
+        def end(self, index: int) -> None:
+            """Write down that a request was given back."""
+            self.record.events.append(~index)
+            self.record.made[index].ended = self.where.now()[1] or ""
+
+        def temporary(self, nbytes: int, op: str, category: str = "workspace") -> None:
+            """A request that ends within its operator."""
+            if nbytes > 0:
+                self.end(self.begin(nbytes, op, category, "operator"))
+
+        def _gone(self, ref: _Gone) -> None:
+            with self.lock:
+                if self.live.get(ref.key) is ref:
+                    del self.live[ref.key]
+                self.end(ref.index)
+
+        def _resized(self, func: Any, storage: Any, known: _Gone, nbytes: int) -> None:
+            """``resize_`` on a device makes a new block, copies, and gives the old one back."""
+            with self.lock:
+                if nbytes:
+                    index = self.begin(nbytes, func._schema.name)
+                    self.end(known.index)
+                    known.index = index
+                else:
+                    self.end(known.index)
+                    del self.live[known.key]
+                    known.key = -1
+
+        def adopt(self, storage: Any, index: int) -> None:
+            """Let a request that was written down already live as long as ``storage``."""
+            with self.lock:
+                ref = _Gone(storage, self._gone)
+                ref.index, ref.key = index, storage._cdata
+                self.live[ref.key] = ref
+
+        def index_of(self, tensor: Any) -> int | None:
+            """Which request a tensor's storage is; None for none."""
+            try:
+                known = self.live.get(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):
+                return None
+            return None if known is None else known.index
+
+    return Recorder
+
+
+_PLAIN, _VIEW, _DECOMPOSE = 0, 1, 2
+
+
+def _parts(tensor: Any) -> list[Any]:
+    """The tensors that a sparse tensor is made of."""
+    names = ("_indices", "_values") if str(tensor.layout) == "torch.sparse_coo" else ()
+    found = []
+    for name in names:
+        try:
+            found.append(getattr(tensor, name)())
+        except (NotImplementedError, RuntimeError, TypeError):
+            continue
+    return found

@@ -1,0 +1,147 @@
+"""Where in the step the fake run is: phase, step, and the module that asks."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Where"]
+
+
+class Where:
+    """Follows modules, backward and optimizers through torch's own global hooks."""
+
+    def __init__(self, torch: Any, record: Any) -> None:
+        self.torch, self.record = torch, record
+        self.step = 0
+        self.optimizer = 0
+        self.label: str | None = None
+        self._stack: list[str] = []
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._roots = 0
+        self._seq: list[int] = [-1]
+        self._seq_layer: list[str | None] = [None]
+        self._node = torch._C._current_autograd_node
+        self._next = torch._C._autograd._get_sequence_nr
+        self._known_node: Any = None
+        self._known_layer: str | None = None
+        self._owners: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> layer
+        self.index_of: Any = lambda _tensor: None
+
+    def now(self) -> tuple[str | None, str | None, int]:
+        """Module path, phase and step of what is asked for now."""
+        if self.optimizer:
+            return None, "optimizer", self.step
+        node = self._node()
+        if node is not None:
+            if self._stack:
+                return self._stack[-1], "recompute", self.step
+            return self._layer_of(node), "backward", self.step
+        if self._stack:
+            return self._stack[-1], "forward", self.step
+        return None, None, self.step
+
+    def _layer_of(self, node: Any) -> str | None:
+        number = node._sequence_nr()
+        at = bisect.bisect_right(self._seq, number) - 1
+        return self._seq_layer[at] if at >= 0 else None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a node of the graph is running: on a device that is another thread."""
+        return self._node() is not None
+
+    # ------------------------------------------------------------------ hooks
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow modules and optimizers while the block runs."""
+        from torch.nn.modules import module
+        from torch.optim import optimizer
+
+        handles = [
+            module.register_module_forward_pre_hook(self._enter),
+            module.register_module_forward_hook(self._leave, always_call=True),
+            optimizer.register_optimizer_step_pre_hook(self._step_begins),
+            optimizer.register_optimizer_step_post_hook(self._step_ends),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: Any, args: Any) -> None:
+        name = self._names.get(module)
+        if name is None:
+            name = self._name(module)
+        if not self._stack and self._node() is None:
+            for value in args:
+                if isinstance(value, self.torch.Tensor):
+                    self._own(value, "inputs", None)
+        self._stack.append(name)
+        self._changed(name)
+
+    def _leave(self, _module: Any, _args: Any, _out: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._changed(self._stack[-1] if self._stack else None)
+
+    def _changed(self, name: str | None) -> None:
+        number = self._next()
+        if number < self._seq[-1]:
+            return  # another thread counts on its own
+        if number == self._seq[-1]:
+            self._seq_layer[-1] = name
+            return
+        self._seq.append(number)
+        self._seq_layer.append(name)
+
+    def _name(self, module: Any) -> str:
+        if self._stack:  # a module that is no child of what was called before: named after where it was called
+            return f"{self._stack[-1]}.{type(module).__name__}"
+        self._add_root(module)
+        return self._names[module]
+
+    def _add_root(self, root: Any) -> None:
+        first = type(root).__name__
+        for path, child in root.named_modules():
+            if child not in self._names:
+                self._names[child] = f"{first}.{path}" if path else first
+        for path, parameter in root.named_parameters(remove_duplicate=False):
+            layer = f"{first}.{path}".rpartition(".")[0]
+            self._owners.setdefault(parameter, layer)
+            self._own(parameter, "weights", layer)
+        for path, buffer in root.named_buffers():
+            self._own(buffer, "buffers", f"{first}.{path}".rpartition(".")[0])
+
+    def _own(self, tensor: Any, category: str, layer: str | None) -> None:
+        index = self.index_of(tensor)
+        if index is None:
+            return
+        made = self.record.made[index]
+        if made.category is None:
+            made.category, made.evidence = category, "storage"
+            made.layer = layer or made.layer
+
+    def _step_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                self._own(parameter.grad, "gradients", self._owners.get(parameter))
+        self.optimizer += 1
+
+    def _step_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            layer = self._owners.get(parameter) if isinstance(parameter, self.torch.Tensor) else None
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, self.torch.Tensor):
+                    self._own(value, "optimizer_state", layer)
+        self.optimizer -= 1
+        self.step += 1
+        self.record.marks.append((len(self.record.events), "step", str(self.step)))
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
