@@ -1,0 +1,340 @@
+"""Who holds the device's memory, on a real GPU: recordings for tests/fixtures/h200/ledger, and what recording costs a CPU-bound step.
+
+    python tests/gpu/record_ledger.py OUT [stage ...]
+
+Each stage runs in a process of its own. ``OUT/STAGE.json`` has device, versions, date, command and numbers; ``OUT/WINDOW.nbmem`` a recording
+with what the ledger needs (readings, segments, live allocations), from which tests make it again. Without a GPU the stages run small on the CPU,
+to see that the script works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+MIB = 1 << 20
+STAGES: dict[str, Callable[[Path], dict[str, Any]]] = {}
+
+
+def stage(function: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
+    STAGES[function.__name__] = function
+    return function
+
+
+def small(large: Any, tiny: Any) -> Any:
+    return large if ON_GPU else tiny
+
+
+def sync() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+# ---------------------------------------------------------------------- windows
+def window(out: Path, name: str, work: Callable[[], Any], **options: Any) -> dict[str, Any]:
+    """Record some work; write the recording and its ledger, with the driver's number asked again right after."""
+    import nbmemprof as mp
+    from nbmemprof.capture import Capture
+
+    begin = time.perf_counter()
+    with mp.record(source="torch_history" if ON_GPU else "torch_cpu", title=name, **options) as rec:
+        held = work()
+        sync()
+    capture = rec.capture
+    found: dict[str, Any] = {"seconds": time.perf_counter() - begin}
+    if ON_GPU:
+        free, total = torch.cuda.mem_get_info()
+        found["mem_get_info_used"] = total - free
+        found["torch"] = {"requested": torch.cuda.memory_stats()["requested_bytes.all.current"], "active": torch.cuda.memory_stats()["active_bytes.all.current"], "reserved": torch.cuda.memory_reserved()}
+    for at in ("end", "peak"):
+        found[at] = mp.ledger(capture, at=at).to_dicts()
+    found["warnings"], found["trouble"], found["libraries"] = capture.meta["warnings"], capture.meta.get("driver_trouble"), capture.meta.get("libraries")
+    found["readings"] = capture.samples.height
+    allocations = capture.allocations
+    kept = {n: capture.tables[n] for n in ("samples", "segments", "blocks")} | {"allocations": allocations.filter(allocations["free_seq"].is_null())}
+    Capture.build(kept, **capture.meta).save(out / f"{name}.nbmem")
+    del held
+    return found
+
+
+def gpt2(batch: int) -> tuple[Any, Any, Callable[[], Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    tiny = {"n_embd": 64, "n_head": 2, "vocab_size": 500, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(n_layer=small(12, 2), **({} if ON_GPU else tiny))).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, small(50257, 500), (batch, small(1024, 64)), device=DEVICE)
+    return model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss
+
+
+def train(steps: int, batch: int) -> Any:
+    _, optimizer, forward = made = gpt2(batch)
+    for _ in range(steps):
+        forward().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return made
+
+
+@stage
+def ledger(out: Path) -> dict[str, Any]:
+    """One process: GPT-2 training from before CUDA began, then a foreign cudaMalloc, CuPy, other libraries, pinned memory, another process."""
+    found: dict[str, Any] = {"gpt2_train": window(out, "gpt2_train", lambda: train(2, small(8, 2)))}
+    if not ON_GPU:
+        return found | {"pinned": window(out, "pinned", lambda: torch.empty(1 << 20))}
+    at = ctypes.c_uint64()
+
+    def raw(size: int) -> str:
+        """Device memory past every allocator: cudaMalloc of the runtime that torch has loaded, else the driver's own call."""
+        for name, function in (("libcudart.so.13", "cudaMalloc"), ("libcudart.so.12", "cudaMalloc"), ("libcuda.so.1", "cuMemAlloc_v2")):
+            try:
+                if getattr(ctypes.CDLL(name), function)(ctypes.byref(at), ctypes.c_size_t(size)) == 0:
+                    return function
+            except (OSError, AttributeError):
+                continue
+        raise RuntimeError("no way to allocate past torch")
+
+    def foreign() -> Any:
+        x = torch.ones(1 << 20, device=DEVICE)
+        found["foreign_by"] = raw(300 * MIB)
+        return x
+
+    torch.cuda.empty_cache()
+    found["before_foreign"] = window(out, "before_foreign", lambda: torch.ones(1 << 20, device=DEVICE))
+    found["foreign"] = attempt(lambda: window(out, "foreign", foreign))
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuMemFree_v2(at)
+
+    def in_cupy() -> Any:
+        import cupy
+
+        arrays = [cupy.zeros(64 * MIB, dtype=cupy.uint8) for _ in range(8)]
+        cupy.cuda.Stream.null.synchronize()
+        return torch.ones(1 << 20, device=DEVICE), arrays[:2]
+
+    found["cupy"] = attempt(lambda: window(out, "cupy", in_cupy))
+
+    def libraries() -> Any:
+        x = torch.randn(8, 16, 64, 64, device=DEVICE)
+        y = torch.nn.functional.conv2d(x, torch.randn(16, 16, 3, 3, device=DEVICE))
+        return y, torch.fft.rfft2(x), torch.linalg.qr(x[0, 0])
+
+    found["libraries"] = attempt(lambda: window(out, "libraries", libraries))
+
+    def pinned() -> Any:
+        shards = [torch.empty(65 * MIB, dtype=torch.uint8, pin_memory=True) for _ in range(8)]
+        return torch.ones(1, device=DEVICE), shards
+
+    found["pinned"] = attempt(lambda: window(out, "pinned", pinned))
+    found["pinned_after"] = attempt(lambda: window(out, "pinned_after", lambda: torch.ones(1, device=DEVICE)))
+
+    code = f"import torch,time; x = torch.empty({500 * MIB}, dtype=torch.uint8, device='cuda'); torch.cuda.synchronize(); print('ready', flush=True); time.sleep(30)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        found["other_process"] = attempt(lambda: window(out, "other_process", lambda: torch.ones(1, device=DEVICE)))
+    finally:
+        other.kill()
+        other.wait()
+
+    def nccl() -> Any:
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29531", rank=0, world_size=1)
+        x = torch.ones(1 << 20, device=DEVICE)
+        dist.all_reduce(x)
+        sync()
+        return x
+
+    found["nccl"] = attempt(lambda: window(out, "nccl", nccl))
+    return found
+
+
+@stage
+def generation(out: Path) -> dict[str, Any]:
+    """Llama of 1.24 B parameters, bf16: generate, batch 8, 512 tokens and 32 more; CUDA begins before the recording."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}
+    torch.zeros(1, device=DEVICE)
+
+    def work() -> Any:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = LlamaForCausalLM._from_config(LlamaConfig(**small(shape, tiny)), dtype=torch.bfloat16).eval()
+        tokens = torch.randint(5, small(128256, 500), (small(8, 2), small(512, 16)), device=DEVICE)
+        new = small(32, 4)
+        return model, model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+
+    return {"generation": window(out, "generation", work)}
+
+
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return work()
+    except Exception:
+        return {"failed": traceback.format_exc()[-1500:]}
+
+
+# ---------------------------------------------------------------------- cost
+def encoder() -> tuple[Any, Any, Callable[[], None]]:
+    """The CPU-bound step of the project's cost table: 12 layers of 512, batch 16 x 256, AdamW without foreach."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(512, 8, small(2048, 64), batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, small(12, 2), enable_nested_tensor=False).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(small(16, 2), small(256, 8), 512, device=DEVICE)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def steps_ms(step: Callable[[], None], count: int, around: contextlib.AbstractContextManager[Any]) -> list[tuple[float, float]]:
+    """Milliseconds of each step: on the clock, and of this thread's processor time."""
+    with around:
+        step()
+        sync()
+        times = []
+        for _ in range(count):
+            wall, own = time.perf_counter(), time.thread_time()
+            step()
+            times.append(((time.perf_counter() - wall) * 1e3, (time.thread_time() - own) * 1e3))
+            if len(times) % 5 == 0:
+                sync()
+        sync()
+    return times
+
+
+@contextlib.contextmanager
+def history_only() -> Any:
+    """torch's own history without call stacks, and nothing of ours."""
+    if ON_GPU:
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=800_000)
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.cuda.memory._record_memory_history(None)
+
+
+@contextlib.contextmanager
+def patched(**changes: Any) -> Any:
+    """A recording with parts of the recorder switched off."""
+    import nbmemprof as mp
+    from nbmemprof.sources import torch_history
+
+    kind = torch_history.TorchHistory
+    before = {name: getattr(kind, name) for name in changes}
+    for name, value in changes.items():
+        setattr(kind, name, value)
+    try:
+        with mp.record(stacks="none"):
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(kind, name, value)
+
+
+@stage
+def cost(out: Path) -> dict[str, Any]:
+    """Step time of the encoder: plain, torch's history alone, recorded in part and whole, MemTracker, torch.profiler; in turns."""
+    import nbmemprof as mp
+
+    model, optimizer, step = encoder()
+    for _ in range(3):
+        step()
+    nothing: Callable[..., Any] = lambda *_, **__: None
+    ways: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+        "plain": contextlib.nullcontext,
+        "history alone": history_only,
+        "recorded, no observer, no thread": lambda: patched(_observe=nothing, _poll=nothing),
+        "recorded, no observer": lambda: patched(_observe=nothing),
+        "recorded, stacks none": lambda: mp.record(stacks="none"),
+        "recorded, stacks python": lambda: mp.record(stacks="python"),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(small(6, 1)):
+        for name, way in ways.items():
+            times[name] += steps_ms(step, small(12, 2), way())
+    gc.collect()
+
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    times["MemTracker"] = []
+    for _ in range(small(3, 1)):  # one step each: it tracks no second one
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            sync()
+            wall, own = time.perf_counter(), time.thread_time()
+            step()
+            times["MemTracker"].append(((time.perf_counter() - wall) * 1e3, (time.thread_time() - own) * 1e3))
+            sync()
+    times["torch.profiler"] = steps_ms(step, small(3, 1), torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True))
+    times["plain again"] = steps_ms(step, small(12, 2), contextlib.nullcontext())
+    found: dict[str, Any] = {}
+    for which, word in ((0, "wall"), (1, "processor")):
+        middle = {name: statistics.median(t[which] for t in rows) for name, rows in times.items() if rows}
+        found[word] = {name: {"ms": round(value, 3), "over_plain": round(value / middle["plain"] - 1, 4)} for name, value in middle.items()}
+    return found
+
+
+# ---------------------------------------------------------------------- running them
+def one(name: str, out: Path) -> int:
+    begin = time.perf_counter()
+    try:
+        numbers, code = STAGES[name](out), 0
+    except BaseException:
+        numbers, code = {"failed": traceback.format_exc()}, 1
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip() if ON_GPU else "CPU"
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]} | {n: sys.modules[n].__version__ for n in ("transformers", "cupy") if n in sys.modules}
+    head = {"stage": name, "what": (STAGES[name].__doc__ or "").strip(), "command": f"python tests/gpu/record_ledger.py OUT {name}", "device": driver, "versions": versions, "date": datetime.now(UTC).date().isoformat()}
+    (out / f"{name}.json").write_text(json.dumps(head | {"seconds": time.perf_counter() - begin, "numbers": numbers}, indent=1, default=str))
+    print(f"== {name} ({time.perf_counter() - begin:.1f} s)\n{numbers['failed'][-1500:] if code else json.dumps(numbers, default=str)[:1500]}", flush=True)
+    return code
+
+
+def main(arguments: list[str]) -> int:
+    out = Path(arguments[0])
+    out.mkdir(parents=True, exist_ok=True)
+    names = arguments[1:] or list(STAGES)
+    if len(names) == 1:
+        return one(names[0], out)
+    codes = []
+    for name in names:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        try:
+            codes.append(subprocess.run([sys.executable, __file__, str(out), name], env=os.environ | {"PYTHONPATH": path}, check=False, timeout=60).returncode)
+        except subprocess.TimeoutExpired:
+            print(f"== {name}\nstopped", flush=True)
+            codes.append(1)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
