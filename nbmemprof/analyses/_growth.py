@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from nbmemprof import schema
 from nbmemprof.capture import Capture
 
 __all__ = ["HEAP", "Clock", "behaviour", "clock_of", "keyed"]
@@ -94,14 +95,20 @@ def _likeliest(beats: pl.DataFrame, born: pl.DataFrame, start: int, end: int, st
         choices.append(Clock(bounds, period, min(end, int(last + period)), "stacks that come round"))
         if not _goes_over_layers(born, bounds, key, stacks):
             return choices[-1]
-    return replace(choices[0], over_layers=True) if choices else None
+    if not choices:
+        return None
+    calls = stacks.first_of_calls(choices[0].bounds)
+    if len(calls) >= MIN_HITS:
+        period = float(calls[-1] - calls[0]) / (len(calls) - 1)
+        return Clock(calls, period, min(end, int(calls[-1] + period)), "calls of a module")
+    return replace(choices[0], over_layers=True)
 
 
 def _goes_over_layers(born: pl.DataFrame, bounds: pl.Series, key: int, stacks: _Stacks) -> bool:
     """Whether rounds from the middle of the trace lie inside one call of a module."""
     path = stacks.path(key) if key >= 0 else []
     level = next((i for i, frame in enumerate(path) if _is_one_call(frame)), None)
-    if level is None:
+    if level is None or stacks.calls(bounds) >= max(MIN_HITS, 0.75 * len(bounds)):
         return False
     inside, middle = stacks.inside(path[: level + 1]), len(bounds) // 2
     rounds = [
@@ -166,10 +173,12 @@ def _apart(kept: pl.DataFrame) -> pl.DataFrame:
 
 
 class _Stacks:
-    """Outer paths of stacks, asked for a few of them only."""
+    """Outer paths of stacks, asked for a few of them only; and which call of which module an event fell into, where that was seen."""
 
-    def __init__(self, stacks: pl.DataFrame) -> None:
+    def __init__(self, stacks: pl.DataFrame, contexts: pl.DataFrame | None = None) -> None:
         self.stacks = stacks
+        self._contexts = contexts
+        self._forwards: pl.DataFrame | None = None
         self._outer: pl.DataFrame | None = None
         self._inside: dict[tuple[Any, ...], pl.Series] = {}
 
@@ -180,6 +189,19 @@ class _Stacks:
             depth = pl.col("depth").cast(pl.Int32)
             self._outer = self.stacks.select("stack_id", "filename", "line", "function", level=depth.max().over("stack_id") - depth)
         return self._outer
+
+    def calls(self, seqs: pl.Series) -> int:
+        """In how many forward passes one and the same module made these; 0 where none was seen."""
+        return len(self.first_of_calls(seqs))
+
+    def first_of_calls(self, seqs: pl.Series) -> pl.Series:
+        """The first of these events in each forward pass, of the module that has most passes."""
+        if self._forwards is None:
+            known = self._contexts if self._contexts is not None else schema.empty("contexts")
+            self._forwards = known.filter(pl.col("phase").cast(pl.String) == "forward").select("seq", "span", "layer")
+        mine = self._forwards.filter(pl.col("seq").is_in(seqs.implode())).group_by("layer", "span").agg(pl.col("seq").min())
+        many = mine.group_by("layer").agg(pl.len(), first=pl.col("seq").min()).sort("len", "first", descending=[True, False]).head(1)
+        return mine.join(many.select("layer"), on="layer", how="semi").get_column("seq").sort()
 
     def path(self, stack_id: int) -> list[tuple[str, int, str]]:
         """Frames of one stack, outermost first."""
@@ -277,7 +299,7 @@ def _grown(part: pl.DataFrame, born: pl.DataFrame, clock: Clock, stacks: _Stacks
         path = [] if c["stack_id"] is None else stacks.path(c["stack_id"])
         if not temporaries and any(f[2] in _BUILDS or "torch/optim/" in (f[0] or "") for f in path):
             continue
-        if _in_one_call(path, window, stacks, c["hits"]):
+        if stacks.calls(kept.get_column("alloc_seq")) < MIN_HITS and _in_one_call(path, window, stacks, c["hits"]):
             continue
         rows.append(_row(c, mine, kept, part, clock, {"temporaries": temporaries, "framed": bool(path), "truncated": truncated}))
     return pl.DataFrame(rows, schema=_LEAK)
@@ -325,7 +347,7 @@ def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Cloc
     needed = [*HEAP, "alloc_seq", "free_seq", "stack_id", "requested_bytes", "size_bytes"]
     rows = keyed(capture.tables["allocations"].select(needed))
     truncated = any(str(w).startswith("history truncated") for w in capture.meta.get("warnings") or ())
-    stacks, marks = _Stacks(capture.tables["stacks"]), capture.tables["marks"]
+    stacks, marks = _Stacks(capture.tables["stacks"], capture.tables["contexts"]), capture.tables["marks"]
     found = []
     names = rows.select(HEAP).head(1) if all(_is_constant(rows.get_column(n)) for n in HEAP) else rows.select(HEAP).unique()
     for identity in names.sort(*HEAP, nulls_last=True).iter_rows(named=True):

@@ -10,6 +10,7 @@ import pytest
 from stories import CALL, KEEP, LAYER, LINEAR, STATE, STEP, WEIGHT, train
 from strategies import KIB, MIB, Allocator, capture, frames
 
+import nbmemprof as mp
 from nbmemprof import schema
 from nbmemprof.analyses.leaks import leaks
 from nbmemprof.capture import Capture
@@ -218,6 +219,51 @@ def test_a_module_called_again_and_again_with_its_graph_kept_is_a_leak():
         a.malloc(2 * MIB, frames("model.py:11 forward", CALL, "In[3]:2 <module>"))
         a.free(hidden)
     assert rows(a) == [("model.py:11", 20 * MIB, 10, 2 * MIB)]
+
+
+@pytest.mark.cost(1)
+def test_calls_of_one_module_are_told_from_calls_of_many():
+    """``outs.append(net(x))`` has nothing beside the module's own stacks, as a loop over layers has: which module was called when tells them apart."""
+    import torch
+
+    line = torch.nn.Linear(64, 128)
+    deep = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+    class Rounds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            for _ in range(8):
+                x = self.cell(x).tanh()
+            return x
+
+    rounds, x, outs = Rounds(), torch.randn(16, 64), []
+
+    def leaked(body):
+        outs.clear()
+        with mp.record("torch_cpu") as window:
+            body()
+        return sum(mp.leaks(window.capture)["bytes_per_iteration"])
+
+    def keep(net, times=6):
+        for _ in range(times):
+            outs.append(net(x))
+
+    def through_layers():
+        h = x
+        for layer in layers:
+            h = layer(h)
+        outs.append(h)
+
+    assert leaked(lambda: keep(deep)) == 16 * 128 * 4 + 16 * 64 * 4
+    with torch.no_grad():
+        assert leaked(lambda: keep(deep)) == 16 * 64 * 4
+    assert leaked(lambda: keep(line)) == 16 * 128 * 4
+    assert leaked(lambda: keep(rounds)) == 8 * 16 * 64 * 4
+    assert leaked(lambda: keep(rounds, 1)) == leaked(through_layers) == 0
 
 
 def test_optimizer_state_and_weights_alone_are_no_leak():
