@@ -38,11 +38,13 @@ _NAMES = {
     "open_run": "runs",
     "layers": "analyses.layers",
     "ledger": "analyses.ledger",
+    "kv_cache": "analyses.kv_cache",
     "compare": "comparing",
     "tag": "tags",
     "phase": "tags",
     "holders": "holding",
     "predict": "prediction.run",
+    "max_batch": "searching.batch",
     "temporary": "patterns",
     "LeakTracker": "patterns",
     "assert_no_growth": "patterns",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.breakdown import breakdown as breakdown
     from nbmemprof.analyses.diff import diff as diff
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
+    from nbmemprof.analyses.kv_cache import kv_cache as kv_cache
     from nbmemprof.analyses.layers import layers as layers
     from nbmemprof.analyses.leaks import leaks as leaks
     from nbmemprof.analyses.ledger import ledger as ledger
@@ -117,6 +120,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
     from nbmemprof.runs import open_run as open_run
+    from nbmemprof.searching.batch import max_batch as max_batch
     from nbmemprof.tags import phase as phase
     from nbmemprof.tags import tag as tag
     from nbmemprof.watching import watch as watch

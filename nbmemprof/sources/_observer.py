@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbmemprof import tags
-from nbmemprof.sources import _owners
+from nbmemprof.sources import _caches, _owners
 from nbmemprof.sources._stacks import Layers
 
 __all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "Observer"]
@@ -27,6 +27,7 @@ __all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "O
 PHASES = (None, "forward", "backward", "recompute", "optimizer")
 NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
 _MOST = 1 << 21  # records that are kept; older ones are let go
+_MOST_SHAPES = 20_000  # of caches; then every second of the older ones is let go
 _known_roots: dict[int, weakref.ref[Any]] = {}  # modules and optimizers seen in earlier recordings
 _known_optimizers: dict[int, weakref.ref[Any]] = {}
 
@@ -59,6 +60,9 @@ class Observer:
         self._placed = self.layers.placed
         self.steps: list[tuple[int, int]] = []  # record after an optimizer's step, the optimizer
         self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
+        self.caches: list[tuple[int, int, _caches.Shape, int | None]] = []  # record, clock, what a KV cache held, tokens of it that are padding
+        self._masks: dict[int, weakref.ref[Any]] = {}  # attention masks of the first forward with a cache
+        self._living: dict[int, weakref.ref[Any]] = {}  # caches that were met
         self.calls = 0
         self.spent_ns = 0
         self.faults: dict[str, int] = {}
@@ -328,10 +332,30 @@ class Observer:
             if tensor.grad_fn is None and not isinstance(tensor, self.torch.nn.Parameter):
                 self._own(moment, tensor, "inputs", "storage", None, None)
         for cache in _owners.caches_of([*more, *args]):
-            for tensor in _owners.tensors_in(cache, self.torch):
-                if not tensor.requires_grad:  # in training these are activations, and the cache ends with the forward
-                    self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
+            kept = [tensor for tensor in _owners.tensors_in(cache, self.torch) if not tensor.requires_grad]
+            for tensor in kept:  # in training these are activations, and the cache ends with the forward
+                self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
+            if kept:
+                self._note_shape(moment, cache, more[0].get("attention_mask") if more and isinstance(more[0], dict) else None)
         self.spent_ns += time.perf_counter_ns() - begin
+
+    def _note_shape(self, moment: int, cache: Any, mask: Any = None, *, wait: bool = False) -> None:
+        """How much a cache holds; ``wait``: the program has ended, so the device may be asked."""
+        now, known = self.clock_ns(), self._living.get(id(cache))
+        if known is None or known() is not cache:
+            self._masks.pop(id(cache), None)
+            try:
+                self._living[id(cache)] = weakref.ref(cache)
+            except TypeError:  # tuples
+                self._living.pop(id(cache), None)
+        if mask is not None and id(cache) not in self._masks:
+            self._masks[id(cache)] = weakref.ref(mask)
+        ref = self._masks.get(id(cache)) if wait else None
+        kept = ref() if ref is not None else None
+        for shape in _caches.shapes(cache, wait=wait):
+            self.caches.append((moment, now, shape, _caches.padding(kept) if kept is not None else None))
+        if len(self.caches) > _MOST_SHAPES:
+            del self.caches[1 : _MOST_SHAPES // 2 : 2]
 
     # ------------------------------------------------------------------ backward
     def _stashing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -483,9 +507,14 @@ class Observer:
                 except Exception as error:
                     self._guard(error)
         self._note_grads(moment)
-        for cache in caches:
+        met = [cache for ref in self._living.values() if (cache := ref()) is not None] if everywhere else []
+        for cache in {id(c): c for c in (*caches, *met)}.values():
             for tensor in _owners.tensors_in(cache, self.torch):
                 self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
+            try:
+                self._note_shape(moment, cache, wait=True)
+            except Exception as error:
+                self._guard(error)
         for obj, category, name in tags.tagged():
             self._note_tagged(obj, category, name, moment)
         self.spent_ns += time.perf_counter_ns() - begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import polars as pl
 from nbmemprof import schema
 from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, RECOMPUTE, Observer
 
-__all__ = ["Log", "Placed", "bare_events", "contexts", "marks", "owners", "place"]
+__all__ = ["Log", "Placed", "bare_events", "caches", "contexts", "marks", "owners", "place"]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -36,12 +36,13 @@ class Log:
     layers: list[str | None]
     names: list[str | None]
     owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]]
+    caches: list[tuple[int, int, Any, int | None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, seen: Observer) -> Log:
         """Take a copy."""
         times, phase, group, back, layer, name, grad = (np.array(c, np.int64) for c in (seen.times, seen.phases, seen.groups, seen.backs, seen.layer_of, seen.name_of, seen.grads))
-        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners))
+        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners), list(seen.caches))
 
     def __post_init__(self) -> None:
         self.phase = _loss(self.phase, self.grad)
@@ -217,8 +218,18 @@ def owners(log: Log, placed: Placed, kind: str = "device", since: int = 0) -> pl
     found = [owner for owner in log.owners if owner[0] >= since]
     if not found:
         return schema.empty("owners")
-    moment = np.array([o[0] for o in found], np.int64) - log.first
-    at = np.searchsorted(placed.clock_us, np.array([o[1] for o in found], np.int64) / 1e3, side="right")
+    seq = _before_event(log, placed, [o[0] for o in found], [o[1] for o in found])
+    columns: dict[str, Any] = {
+        "kind": kind, "source": "torch", "device": pl.Series([o[2] for o in found], dtype=pl.Int64), "addr": pl.Series([o[3] for o in found], dtype=pl.UInt64), "seq": pl.Series(seq),
+        **{name: pl.Series([o[i] for o in found], dtype=pl.String) for i, name in enumerate(("category", "evidence", "layer", "name"), 4)},
+    }  # fmt: skip
+    return schema.fill("owners", columns, len(found))
+
+
+def _before_event(log: Log, placed: Placed, records: list[int], clocks_ns: list[int]) -> Ints:
+    """The event before which something was seen, by the record and the clock of then."""
+    moment = np.array(records, np.int64) - log.first
+    at = np.searchsorted(placed.clock_us, np.array(clocks_ns, np.int64) / 1e3, side="right")
     if placed.notes and placed.noted.any():
         rising = np.maximum.accumulate(np.where(placed.noted, placed.record, -1))
         later = np.searchsorted(rising, moment, side="left")  # the first event that carries this record or a later one
@@ -226,12 +237,22 @@ def owners(log: Log, placed: Placed, kind: str = "device", since: int = 0) -> pl
         last = np.searchsorted(places, later, side="left")
         at = np.clip(at, np.where(last > 0, places[np.maximum(last - 1, 0)] + 1, 0), later)
     numbers = placed.seq
-    seq = np.append(numbers, numbers[-1] + 1 if len(numbers) else 0)[at]
-    columns: dict[str, Any] = {
-        "kind": kind, "source": "torch", "device": pl.Series([o[2] for o in found], dtype=pl.Int64), "addr": pl.Series([o[3] for o in found], dtype=pl.UInt64), "seq": pl.Series(seq),
-        **{name: pl.Series([o[i] for o in found], dtype=pl.String) for i, name in enumerate(("category", "evidence", "layer", "name"), 4)},
-    }  # fmt: skip
-    return schema.fill("owners", columns, len(found))
+    made: Ints = np.append(numbers, numbers[-1] + 1 if len(numbers) else 0)[at]
+    return made
+
+
+def caches(log: Log, placed: Placed, since: int = 0) -> pl.DataFrame:
+    """What the KV caches held, and before which event: a table of its own beside the schema's.
+
+    ``seq cache_id cache sequences tokens room_tokens layers size_bytes token_bytes padding_tokens``; null ``tokens``: not told while the device
+    was at work; null ``padding_tokens``: no mask was seen.
+    """
+    found = [row for row in log.caches if row[0] >= since]
+    rows = [(shape.key, shape.name, shape.sequences, shape.tokens if shape.tokens >= 0 else None, shape.room, shape.layers, shape.size, shape.token_bytes, padded) for _, _, shape, padded in found]
+    names = ("cache_id", "cache", "sequences", "tokens", "room_tokens", "layers", "size_bytes", "token_bytes", "padding_tokens")
+    table = pl.DataFrame(rows, schema={name: pl.String if name == "cache" else pl.Int64 for name in names}, orient="row")
+    seq = _before_event(log, placed, [row[0] for row in found], [row[1] for row in found]) if found else np.zeros(0, np.int64)
+    return table.with_columns(pl.Series("seq", seq, dtype=pl.Int64)).select("seq", *names)
 
 
 def marks(log: Log, placed: Placed, seen: pl.DataFrame, start_us: float, end_us: float) -> pl.DataFrame:

@@ -245,7 +245,9 @@ class _Window:
         placed = _placing.place(self.log, _placing.bare_events(seq, self.rows["time"][self.shown] / 1e3), notes=False)
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.time / 1e3, self.end.time / 1e3)
-        return {"contexts": seen, "owners": _placing.owners(self.log, placed, "host", self.record), "marks": pl.concat([marks, spans])}
+        found = {"contexts": seen, "owners": _placing.owners(self.log, placed, "host", self.record), "marks": pl.concat([marks, spans])}
+        held = _placing.caches(self.log, placed, self.record)
+        return found | ({"caches": held} if held.height else {})
 
     def _failures(self, seq: np.ndarray[Any, Any]) -> pl.DataFrame:
         mine = np.flatnonzero(self.failed[self.shown])

@@ -403,7 +403,9 @@ class _Assembly:
         placed = _placing.place(self.log, told, notes=self.owner._observer.noted)
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
-        return {"contexts": seen, "owners": _placing.owners(self.log, placed, since=self.since.record), "marks": pl.concat([marks, spans])}
+        found = {"contexts": seen, "owners": _placing.owners(self.log, placed, since=self.since.record), "marks": pl.concat([marks, spans])}
+        held = _placing.caches(self.log, placed, self.since.record)
+        return found | ({"caches": held} if held.height else {})
 
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:
