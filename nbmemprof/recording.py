@@ -67,6 +67,7 @@ class Recording:
         self.capture: Capture | None = None
         self.warnings: list[str] = []
         self._recorder: _Recorder | None = None
+        self._beside: list[sources.Companion] = []
         self._since: Any = None
         self._first = False
         self._started = ""
@@ -93,6 +94,7 @@ class Recording:
                     _torch_import.when_imported(self._begin_late)
                 else:
                     self._begin()
+            self._begin_beside()
         except BaseException:
             self.discard()
             raise
@@ -103,6 +105,7 @@ class Recording:
         if self.capture is None:
             if not self._opened:
                 raise NbmemprofError("This recording was never started. Use it in a with statement, or call start().")
+            self._end_beside()
             end = self._close()
             try:
                 with _lock:
@@ -110,10 +113,13 @@ class Recording:
             finally:
                 self._leave()
             self.capture = self._label(capture, end)
+            for companion in self._beside:
+                companion.attach(self.capture, self._began)
         return self.capture
 
     def discard(self) -> None:
         """Close the window without making a capture."""
+        self._end_beside()
         self._close()
         self._leave()
 
@@ -128,6 +134,24 @@ class Recording:
         if self._ended is None:
             self._ended = time.perf_counter()
         return self._ended
+
+    # ------------------------------------------------------------------ what records beside the source
+    def _begin_beside(self) -> None:
+        """Start what the options ask for beside the source; where it can't, its reason stands in the capture's warnings."""
+        for companion in sources.companions(self.options):
+            try:
+                companion.start()
+                self._beside.append(companion)
+            except Exception as error:  # as a source: the cell runs all the same
+                self.warnings.append(f"{companion.name}: {error or type(error).__name__}")
+
+    def _end_beside(self) -> None:
+        for companion in list(self._beside):
+            try:
+                companion.stop()
+            except Exception as error:
+                self._beside.remove(companion)
+                self.warnings.append(f"{companion.name}: {error or type(error).__name__}")
 
     # ------------------------------------------------------------------ between window and source
     def _begin_late(self) -> None:

@@ -37,7 +37,7 @@ COLUMNS: dict[str, tuple[type[pl.DataType], str]] = {
     "shared_load_ways": (pl.Float64, "wavefronts of a shared-memory load over those that would do; 1: no bank conflict"),
     "shared_store_ways": (pl.Float64, "the same, stores"),
     "l1_hit_share": (pl.Float64, "sectors found in L1"),
-    "l2_hit_share": (pl.Float64, "sectors found in L2"),
+    "l2_hit_share": (pl.Float64, "sectors of the SMs found in L2"),
     "l2_bytes": (pl.Float64, "asked of L2 by the SMs"),
     "local_bytes": (pl.Float64, "local memory: spilled registers, arrays indexed by a variable"),
     "host_bytes": (pl.Float64, "host memory that the kernel touched itself"),
@@ -71,7 +71,7 @@ def kernels(capture: Capture) -> pl.DataFrame:
         "shared_load_ways": _ways("load"),
         "shared_store_ways": _ways("store"),
         "l1_hit_share": pl.col("l1_hit") / 100,
-        "l2_hit_share": _over(pl.col("l2_hits"), pl.col("l2_hits") + pl.col("l2_misses")),
+        "l2_hit_share": (1 - _over(pl.col("l2_misses"), pl.col("l2_sectors"))).clip(lower_bound=0.0),  # hits may come from another pass, with other things in the cache
         "l2_bytes": pl.col("l2_sectors") * SECTOR_BYTES,
         "local_bytes": (pl.col("local_load_sectors") + pl.col("local_store_sectors")) * SECTOR_BYTES,
         "host_bytes": pl.col("host_sectors") * SECTOR_BYTES,

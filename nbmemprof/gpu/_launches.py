@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ _PLAIN = {307, 442, 477, 478}  # cuLaunchKernel, _ptsz, cuLaunchCooperativeKerne
 _CONFIGURED = {652, 653}  # cuLaunchKernelEx, _ptsz
 _GRAPHS = {514, 515}  # cuGraphLaunch, _ptsz
 _ENTER = 0
+_OURS = __file__.rpartition("_launches")[0]
 _DEPTH = 48
 
 Frame = tuple[Any, int]  # code object, line
@@ -40,6 +42,7 @@ class Launch:
     stream: int | None
     stack: tuple[Frame, ...]  # innermost first; empty on threads without Python
     graph: bool = False
+    time_s: float | None = None  # time.perf_counter() at the call
 
 
 def _stack() -> tuple[Frame, ...]:
@@ -47,9 +50,10 @@ def _stack() -> tuple[Frame, ...]:
         frame: Any = sys._getframe(2)
     except ValueError:
         return ()
-    found = []
-    while frame is not None and len(found) < _DEPTH:
-        found.append((frame.f_code, frame.f_lineno))
+    found: list[Frame] = []
+    while frame is not None and len(found) < _DEPTH and frame.f_code.co_name != "run_code":  # IPython's own frames are below that one
+        if not frame.f_code.co_filename.startswith(_OURS):
+            found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
 
@@ -83,10 +87,16 @@ class LaunchNames:
     """A CUPTI subscriber that notes every launch between ``start`` and ``stop``.
 
     Only one subscriber may exist in a process: where another is there, ``refused`` says so and kernels stay without names.
+
+    Parameters
+    ----------
+    limit, on_limit
+        Before launch number ``limit`` (from 0) ``on_limit`` is called, inside the launch.
     """
 
-    def __init__(self, cupti: Cupti) -> None:
+    def __init__(self, cupti: Cupti, limit: int | None = None, on_limit: Callable[[], None] | None = None) -> None:
         self.cupti, self.launches = cupti, list[Launch]()
+        self._limit, self._on_limit = limit, on_limit
         self.refused: CuptiRefused | None = None
         self._handle = ctypes.c_void_p()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
@@ -118,6 +128,8 @@ class LaunchNames:
         try:
             told = ctypes.cast(data, ctypes.POINTER(_structs.LaunchData)).contents
             if told.site == _ENTER:
+                if len(self.launches) == self._limit and self._on_limit is not None:
+                    self._on_limit()
                 self.launches.append(_read(cbid, told))
         except Exception:  # noqa: S110 - nothing may leave a callback; the row stays without a name
             pass
@@ -126,9 +138,9 @@ class LaunchNames:
 def _read(cbid: int, told: Any) -> Launch:
     name = (told.symbol or b"").decode(errors="replace")
     if cbid in _GRAPHS:
-        return Launch("graph", None, None, None, None, _stack(), graph=True)
+        return Launch("graph", None, None, None, None, _stack(), graph=True, time_s=time.perf_counter())
     if cbid in _CONFIGURED:
         config = ctypes.cast(told.params, ctypes.POINTER(ctypes.POINTER(_structs.LaunchConfig))).contents.contents
     else:
         config = ctypes.cast(told.params, ctypes.POINTER(_structs.LaunchParams)).contents
-    return Launch(name, tuple(config.grid), tuple(config.block), int(config.shared_bytes), int(config.stream or 0), _stack())
+    return Launch(name, tuple(config.grid), tuple(config.block), int(config.shared_bytes), int(config.stream or 0), _stack(), time_s=time.perf_counter())

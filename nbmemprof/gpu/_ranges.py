@@ -118,6 +118,11 @@ class RangeSession:
         found = self.cupti.call("cuptiRangeProfilerGetCounterDataInfo", size=len(self._data), data=ctypes.addressof(self._data)).ranges
         return [host.evaluate(self._data, index) for index in range(found)]
 
+    def pause(self) -> None:
+        """Count nothing more; what was counted stays. May be called from a launch's callback."""
+        with contextlib.suppress(CuptiRefused):  # then the rest is run several times too, and the image has no room for it
+            self._stop()
+
     def _stop(self) -> None:
         if self.started:
             self.started = False

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 
-__all__ = ["Source", "available", "find", "leave", "names", "recorders"]
+__all__ = ["Companion", "Source", "available", "companions", "find", "leave", "names", "recorders"]
 
 
 @runtime_checkable
@@ -32,6 +32,29 @@ class Source(Protocol):
 
     def stop(self) -> Capture:
         """Everything since ``start``; recording ends. A second call gives the same."""
+
+
+class Companion(Protocol):
+    """What records beside a source, in the same window: a file ``sources/<name>.py`` gives one by ``companion(options)``, or None."""
+
+    name: str
+
+    def start(self) -> None:
+        """Begin; raises where it can't, with the reason."""
+
+    def stop(self) -> None:
+        """End; a second call does nothing."""
+
+    def attach(self, capture: Capture, began: float) -> None:
+        """Add what was recorded to a capture whose time 0 is ``began`` (``time.perf_counter()``)."""
+
+
+def companions(options: dict[str, Any]) -> list[Companion]:
+    """What a recording's options ask for beside its source."""
+    from nbmemprof import flags
+
+    made = (module.companion(options) for module in flags.modules("sources").values() if hasattr(module, "companion"))
+    return [companion for companion in made if companion is not None]
 
 
 def recorders() -> dict[str, ModuleType]:

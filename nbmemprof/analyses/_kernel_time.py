@@ -1,0 +1,93 @@
+"""How long would a kernel take if it touched only what it needs? From its own counters and the card's measured ceilings.
+
+A kernel can't be faster than the busiest of three: DRAM (its bytes at the measured bandwidth for their mix of reads and writes), L2 (what the SMs ask of
+it), the L1 data stage (one wavefront a cycle and SM). What it takes beyond the busiest today is taken to stay in proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbmemprof.analyses.kernels import SECTOR_BYTES, ceiling_bytes_per_s
+
+__all__ = ["FAULTS", "START_US", "Work", "bounds_us", "mended", "predicted_us", "work_of"]
+
+FAULTS = ("loads", "stores", "shared", "local")  # what can be mended
+START_US = 2.0  # an empty kernel's gpu__time_duration on an H200
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel asks of the memory system: bytes of DRAM and L2, wavefronts of L1 (of all SMs together)."""
+
+    dram_read: float
+    dram_write: float
+    l2_bytes: float
+    wavefronts: float
+
+
+def work_of(row: Mapping[str, Any]) -> Work | None:
+    """What a counted kernel asks for; None where DRAM was not counted."""
+    if row["dram_read"] is None or row["dram_write"] is None:
+        return None
+    return Work(row["dram_read"], row["dram_write"], row["l2_bytes"] or 0.0, row["lsu_wavefronts"] or 0.0)
+
+
+def mended(row: Mapping[str, Any], faults: frozenset[str] | set[str]) -> Work | None:
+    """What it would ask for with these faults mended.
+
+    Sectors beyond the ideal ones go: from L2's traffic as far as L1 did not serve them, from DRAM's where more was moved than the ideal sectors hold.
+    """
+    work = work_of(row)
+    if work is None:
+        return None
+    for what, moved in (("load", "dram_read"), ("store", "dram_write")):
+        if f"{what}s" in faults and row[f"{what}_ideal_per_request"] is not None:
+            ideal = row[f"{what}_requests"] * row[f"{what}_ideal_per_request"]
+            excess = row[f"{what}_sectors"] - ideal
+            missed = 1.0 - (row["l1_hit_share"] or 0.0) if what == "load" else 1.0
+            work = replace(work, l2_bytes=max(work.l2_bytes - excess * missed * SECTOR_BYTES, 0.0))
+            work = replace(work, **{moved: min(getattr(work, moved), ideal * SECTOR_BYTES)})
+            waves = max(work.wavefronts - _shared(row), 0.0)
+            spared = waves * excess / max((row["load_sectors"] or 0.0) + (row["store_sectors"] or 0.0), 1.0)
+            work = replace(work, wavefronts=work.wavefronts - spared)
+    if "shared" in faults:
+        for what in ("load", "store"):
+            ways, waves = row[f"shared_{what}_ways"], row[f"shared_{what}_wavefronts"]
+            if ways and waves:
+                work = replace(work, wavefronts=max(work.wavefronts - waves * (1 - 1 / ways), 0.0))
+    if "local" in faults and row["local_bytes"]:
+        missed = 1.0 - (row["l1_hit_share"] or 0.0)
+        work = replace(work, l2_bytes=max(work.l2_bytes - row["local_bytes"] * missed, 0.0))
+    return work
+
+
+def _shared(row: Mapping[str, Any]) -> float:
+    return float((row["shared_load_wavefronts"] or 0.0) + (row["shared_store_wavefronts"] or 0.0))
+
+
+def bounds_us(work: Work, row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """Least time in each part of the memory system: ``dram``, ``l2``, ``l1``; a part whose ceiling is not known is left out."""
+    made = {}
+    total = work.dram_read + work.dram_write
+    best = ceiling_bytes_per_s(ceilings, work.dram_read / total) if total else None
+    if best:
+        made["dram"] = total / best * 1e6
+    if ceilings.get("l2"):
+        made["l2"] = work.l2_bytes / ceilings["l2"] * 1e6
+    if row["sm_cycles"] and row["duration_us"]:
+        made["l1"] = work.wavefronts / row["sm_cycles"] * row["duration_us"]
+    return made
+
+
+def predicted_us(row: Mapping[str, Any], faults: frozenset[str] | set[str], ceilings: Mapping[str, Any]) -> float | None:
+    """Duration with these faults mended; None where the card's ceilings are not known; never more than it takes today."""
+    before, after = work_of(row), mended(row, faults)
+    if before is None or after is None or not ceilings or not row["duration_us"]:
+        return None
+    then = bounds_us(after, row, ceilings)
+    if not then:
+        return None
+    return min(row["duration_us"], max(then.values()) + START_US)

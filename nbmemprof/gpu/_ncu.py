@@ -1,0 +1,158 @@
+"""Counters by Nsight Compute in a child process: the second way, with the excess of every source line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from nbmemprof.analyses._counters import COUNTERS
+from nbmemprof.capture import Capture
+from nbmemprof.errors import MissingPackage, NbmemprofError, NotRecording
+from nbmemprof.gpu import _ceilings, _ncu_pages
+from nbmemprof.gpu._counting import asked, tables
+from nbmemprof.gpu._cupti import advice
+from nbmemprof.units import format_bytes
+
+__all__ = ["LINES", "command", "find", "lines_of", "profile"]
+
+LINES = "kernel_lines"  # a table beside the schema's: excess a source line
+_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+_PAYLOAD_BYTES = 1 << 30
+_LOCKED = "ERR_NVGPUCTRPERM"
+
+
+def find() -> str:
+    """Path of ncu: on the PATH, in CUDA_HOME, in the usual places.
+
+    Raises
+    ------
+    NotRecording
+        There is none; says where it comes from.
+    """
+    homes = [str(Path(home) / "bin" / "ncu") for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    usual = [str(path) for place in _PLACES for path in sorted(Path("/").glob(place.lstrip("/")), reverse=True)]
+    for name in ("ncu", *homes, *usual):
+        if found := shutil.which(name):
+            return found
+    raise NotRecording("how='ncu' needs Nsight Compute, and no ncu was found (PATH, CUDA_HOME, /usr/local/cuda*/bin). It comes with the CUDA toolkit; how='cupti' needs none.")
+
+
+def command(ncu: str, report: Path, metrics: Sequence[str], program: Sequence[str], *, bracketed: bool) -> list[str]:
+    """The line that counts a program: clocks left alone, cold caches, lines wanted.
+
+    Parameters
+    ----------
+    bracketed
+        Whether the program starts and stops the profiler itself (``cuProfilerStart``).
+    """
+    return [
+        ncu, "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off" if bracketed else "on", "-f", "-o", str(report),
+        "--metrics", ",".join(metrics), "--section", "SourceCounters", "--import-source", "yes", *program,
+    ]  # fmt: skip
+
+
+def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, metrics: str | Sequence[str], timeout_s: float) -> Capture:
+    """Count a function, or a script by its path, in a child process.
+
+    Raises
+    ------
+    NotRecording
+        No ncu, counters locked, no kernel launched, or the child failed: the last of what it said.
+    NbmemprofError
+        The function or its arguments can't be sent to another process, or it took longer than ``timeout_s``.
+    """
+    ncu, wanted = find(), asked(metrics)
+    with tempfile.TemporaryDirectory(prefix="nbmemprof-ncu-") as folder:
+        place, report = Path(folder), Path(folder, "report")
+        script = isinstance(target, (str, Path))
+        program = [sys.executable, str(target), *map(str, args)] if script else [sys.executable, "-m", "nbmemprof.gpu._ncu_child", str(_packed(target, args, place))]
+        began = time.perf_counter()
+        said = _run(command(ncu, report, wanted, program, bracketed=not script), timeout_s, env=_environment(place))
+        ran_s = time.perf_counter() - began
+        full = report.with_suffix(".ncu-rep")
+        if not full.is_file():
+            raise NotRecording(_why_nothing(said))
+        pages = {page: _run([ncu, "--import", str(full), "--csv", "--page", page, "--print-units", "base", *extra], timeout_s) for page, extra in (("raw", ()), ("source", ("--print-source", "cuda,sass")))}
+        rows, launches, device = _ncu_pages.kernels(pages["raw"], wanted)
+        made = tables(rows, launches, device=0, began=began)
+        made[LINES] = _ncu_pages.lines(pages["source"], [launch.name for launch in launches], place)
+    told = {
+        "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
+        "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,
+    }  # fmt: skip
+    return Capture.build(made, source="counters", origin="measured", device=device, versions={}, warnings=[], counters=told, ceilings=_ceilings.of(device or ""))
+
+
+def _packed(target: Any, args: tuple[Any, ...], place: Path) -> Path:
+    """The function and its arguments in a file that the child opens."""
+    try:
+        import cloudpickle as pickler  # type: ignore[import-not-found,unused-ignore]  # takes functions of a notebook too
+    except ImportError:
+        pickler = pickle
+    if pickler is pickle and getattr(target, "__module__", None) == "__main__":
+        raise MissingPackage(f"how='ncu' runs {getattr(target, '__name__', target)!r} in another process, and a function defined in the notebook gets there only with cloudpickle. Install it with: pip install cloudpickle; or put the function into a file and import it.")
+    try:
+        data = pickler.dumps((target, args))
+    except Exception as error:
+        raise NbmemprofError(f"The function or its arguments can't be sent to another process ({type(error).__name__}: {error}). Make compiled kernels inside the function, and pass arrays and numbers; or use how='cupti'.") from error
+    if len(data) > _PAYLOAD_BYTES:
+        raise NbmemprofError(f"The arguments are {format_bytes(len(data))}; a child process is sent {format_bytes(_PAYLOAD_BYTES)} at most. Make the arrays inside the function, or use how='cupti'.")
+    path = place / "call.pickle"
+    path.write_bytes(data)
+    return path
+
+
+def _environment(place: Path) -> dict[str, str]:
+    """The child's: CuPy compiles anew and leaves its sources where the lines can be read; our own package is found."""
+    home = str(Path(__file__).parents[2])
+    paths = [home, *(entry for entry in sys.path if entry)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "CUPY_CACHE_DIR": str(place / "cupy"), "CUPY_CACHE_SAVE_CUDA_SOURCE": "1"}
+
+
+def _run(line: Sequence[str], timeout_s: float, env: dict[str, str] | None = None) -> str:
+    """Output of a command in a process group of its own, ended whole when it takes too long."""
+    child = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env, start_new_session=True)  # noqa: S603 - ncu, found above
+    try:
+        said, _ = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise NbmemprofError(f"ncu took longer than {timeout_s:.0f} s and was ended. Count a smaller part, fewer metrics, or give timeout_s=.") from error
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return said
+
+
+def _why_nothing(said: str) -> str:
+    if _LOCKED in said:
+        return advice(35, "ncu", _LOCKED)
+    if "No kernels were profiled" in said:
+        return "ncu saw no kernel. Does the function launch one, and does the child reach the same GPU? Its arguments are copies: arrays on the GPU stay on the GPU."
+    errors = [line.removeprefix("==ERROR==").strip() for line in said.splitlines() if line.startswith("==ERROR==")]
+    last = [line for line in said.splitlines() if line.strip() and not line.startswith("==")][-3:]
+    return f"ncu made no report: {'; '.join(errors[:2] or last) or 'it said nothing'}. Run it by hand to see more, or use how='cupti'."
+
+
+def lines_of(capture: Capture) -> pl.DataFrame:
+    """Excess sectors and wavefronts a source line, worst first.
+
+    Returns
+    -------
+    A row a kernel, line, space and operation: ``kernel_id name file line text space operation width_bytes instructions sectors ideal_sectors
+    wavefronts ideal_wavefronts stall_samples``. Empty where it was not counted by ncu, or the code has no line numbers (``-lineinfo``).
+    """
+    if LINES not in capture.tables:
+        return _ncu_pages.empty()
+    excess = (pl.col("sectors") - pl.col("ideal_sectors")).fill_null(0) + (pl.col("wavefronts") - pl.col("ideal_wavefronts")).fill_null(0)
+    return capture.tables[LINES].sort(excess, descending=True, maintain_order=True)

@@ -1,0 +1,133 @@
+"""Reads what ``ncu --csv`` prints (2025.3): the page ``raw``, a row a launch, and the page ``source``, machine instructions under their source lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from nbmemprof.errors import NotRecording
+from nbmemprof.gpu._launches import Launch, Triple
+
+__all__ = ["empty", "kernels", "lines"]
+
+_SCHEMA: dict[str, Any] = {
+    "kernel_id": pl.Int64, "name": pl.String, "file": pl.String, "line": pl.Int64, "text": pl.String, "space": pl.String, "operation": pl.String, "width_bytes": pl.Int64,
+    "instructions": pl.Int64, "sectors": pl.Int64, "ideal_sectors": pl.Int64, "wavefronts": pl.Int64, "ideal_wavefronts": pl.Int64, "stall_samples": pl.Int64,
+}  # fmt: skip
+_KEYS = ("kernel_id", "name", "file", "line", "text", "space", "operation", "width_bytes")
+# column of the page -> ours
+_SUMS = {
+    "Instructions Executed": "instructions",
+    "L2 Theoretical Sectors Global": "sectors",
+    "L2 Theoretical Sectors Global Ideal": "ideal_sectors",
+    "L1 Wavefronts Shared": "wavefronts",
+    "L1 Wavefronts Shared Ideal": "ideal_wavefronts",
+    "# Samples": "stall_samples",
+}
+_UNREADABLE = "<Unable to open source file>"
+
+
+def empty() -> pl.DataFrame:
+    """The table without rows."""
+    return pl.DataFrame(schema=_SCHEMA)
+
+
+def kernels(text: str, wanted: Sequence[str]) -> tuple[list[dict[str, float]], list[Launch], str | None]:
+    """Counters and launches of the page ``raw``, and the device's name.
+
+    Raises
+    ------
+    NotRecording
+        There is no table in it.
+    """
+    table = list(csv.reader(line for line in io.StringIO(text) if line.startswith('"')))  # other lines are ncu's own remarks
+    if len(table) < 3:
+        raise NotRecording(f"ncu's report holds no kernel ({text.strip()[:200] or 'it is empty'}). Does the function launch one?")
+    head = table[0]
+    rows, launches, device = [], [], None
+    for line in table[2:]:  # the second holds units
+        row = dict(zip(head, line, strict=False))
+        rows.append({name: value for name in wanted if (value := _number(row.get(name))) is not None})
+        launches.append(Launch(row["Kernel Name"], _triple(row["Grid Size"]), _triple(row["Block Size"]), None, int(_number(row.get("Stream")) or 0), ()))
+        device = row.get("device__attribute_display_name") or device
+    return rows, launches, device
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float((text or "").replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _triple(text: str) -> Triple | None:
+    found = [int(part) for part in re.findall(r"\d+", text)]
+    return (found[0], found[1], found[2]) if len(found) == 3 else None
+
+
+def lines(text: str, names: Sequence[str], sources: Path | None = None) -> pl.DataFrame:
+    """Memory instructions of the page ``source``, summed a kernel, line, space, operation and width.
+
+    Parameters
+    ----------
+    names
+        Kernel names in launch order; the page has one section or more a launch, in that order.
+    sources
+        Folder below which sources lie that ncu could not open itself.
+    """
+    found = [row | {"kernel_id": number, "name": names[number] if number < len(names) else row["function"]} for number, row in _instructions(text, sources)]
+    if not found:
+        return empty()
+    frame = pl.DataFrame(found, schema={**_SCHEMA, "function": pl.String}, orient="row").drop("function")
+    return frame.group_by(*_KEYS, maintain_order=True).agg(pl.col(*_SUMS.values()).sum()).select(*_SCHEMA)
+
+
+def _instructions(text: str, sources: Path | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every load and store with its line: (number of the launch, row)."""
+    number, file, function, line, code = -1, "", "", None, ""
+    head: list[str] = []
+    seen: set[str] = set()
+    listing = False  # after "..." the machine code is told once more, whole
+    for cells in csv.reader(io.StringIO(text)):
+        if not cells:
+            continue
+        if cells[0] == "File Path":
+            file, listing, head = cells[1], False, []
+        elif cells[0] == "Function Name":
+            if cells[1] != function or file in seen:
+                number, seen = number + 1, set()
+            function = cells[1]
+            seen.add(file)
+        elif cells[0] == "Line No":
+            head = cells
+        elif head and cells[0].isdigit():
+            line, code = int(cells[0]), cells[1]
+            if code == _UNREADABLE:
+                code = _line_of(file, line, sources)
+        elif head and len(cells) > 2 and cells[2] == "...":
+            listing = True
+        elif head and not listing and len(cells) == len(head):
+            row = dict(zip(head, cells, strict=True))
+            if row.get("Address Space", "-") not in ("", "-") and line is not None:
+                yield number, {
+                    "function": function, "file": file, "line": line, "text": code.strip(), "space": row["Address Space"].lower(), "operation": row["Access Operation"].lower(),
+                    "width_bytes": (int(_number(row["Access Size"]) or 0)) // 8, **{ours: int(_number(row.get(theirs)) or 0) if theirs in row else None for theirs, ours in _SUMS.items()},
+                }  # fmt: skip
+
+
+def _line_of(file: str, line: int, sources: Path | None) -> str:
+    """A line of a source that lies somewhere below ``sources`` under the same name."""
+    name = Path(file).name
+    found = next(iter(sources.rglob(name)), None) if sources is not None else None
+    for path in (found, Path(file)):
+        try:
+            return path.read_text(errors="replace").splitlines()[line - 1] if path is not None else ""
+        except (OSError, IndexError):
+            continue
+    return ""
