@@ -32,7 +32,7 @@ ALLOWED = {
     "access": {"errors", "units", "_optional"},  # the warp model: no GPU, no capture
     "gpu": GROUND | {"access", "gpu", "analyses"},  # counters come home as a capture, and are read by an analysis
     "prediction": GROUND | {"allocator", "prediction", "analyses"},
-    "searching": GROUND | {"allocator", "prediction", "analyses"},
+    "searching": GROUND | {"allocator", "prediction", "analyses", "recording", "sources", "searching"},
     "heap": GROUND | {"allocator"},
     "allocator": GROUND | {"allocator"},
     "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
@@ -56,6 +56,7 @@ LAZY_UP = {
     ("nbmemprof.capture", "nbmemprof.sources.torch_snapshot"),
     ("nbmemprof.capture", "nbmemprof.views.first"),
     ("nbmemprof.capture", "nbmemprof.views.report"),
+    ("nbmemprof.searching.result", "nbmemprof.views.max_batch"),
     ("nbmemprof.analyses.fragmentation", "nbmemprof.recording"),  # fragmentation() without a capture takes a picture now
 }
 FREE = {"", "__main__"}  # the lazy name table and the command line may reach everything
