@@ -139,6 +139,17 @@ class Recording:
             inside[: since + 1] = False
             table[inside, M.T_POOL] = self.pool_names.index(name)
 
+    def pool_at(self, addr: int, index: int) -> int:
+        """Number of the pool that an address belongs to: as the event at ``index`` tells it, else by the final segments."""
+        if self.pools_told:
+            name = self.events["pool_id"][min(index, self.events.height - 1)]
+            return self.pool_names.index(name) if name in self.pool_names else 0
+        begin, size = int64(self.segments["addr"]), int64(self.segments["size_bytes"])
+        over = np.flatnonzero((begin <= addr) & (addr < begin + size))
+        later = len(over) and not self.segments["is_expandable"][int(over[0])] and ((self.kind[index:] == M.SEGMENT_ALLOC) & (self.addr[index:] == begin[over[0]])).any()
+        name = self.segments["pool_id"].cast(pl.String)[int(over[0])] if len(over) and not later else None
+        return self.pool_names.index(name) if name in self.pool_names else 0
+
     def route(self, addr: int, index: int) -> bool:
         """Give the requests of the segment at this address, as it was at this event, to an unnamed private pool; False where there is nothing to change."""
         made = np.flatnonzero((self.kind[: index + 1] == M.SEGMENT_ALLOC) & (self.addr[: index + 1] <= addr) & (addr < self.addr[: index + 1] + self.size[: index + 1]))
@@ -183,14 +194,14 @@ class Recording:
         with_stacks = made["stack_id"].null_count() < made.height
         return first.height > 1 or (with_stacks and first.filter(stack.is_not_null()).is_empty())
 
-    def lay_out(self, model: Model, rows: Words) -> list[str]:
-        """Build the heap as it was before the first event; returns what had to be assumed."""
+    def lay_out(self, model: Model, rows: Words, leave_out: frozenset[int] = frozenset()) -> list[str]:
+        """Build the heap as it was before the first event, without the rows to leave out; returns what had to be assumed."""
         first = int(self.curve.seq[0]) - 1
         segments = self.first_segments()
         blocks = heap.blocks_at(self.capture, first).filter(heap.matches(self.key)).sort("addr")
         start = np.flatnonzero(self.at_start)
         row_of = dict(zip(int64(self.rows["addr"])[start].tolist(), start.tolist(), strict=True))
-        return _Layout(model, rows, row_of, self.pool_names, self.pending_at_start).build(segments, blocks)
+        return _Layout(model, rows, row_of, self.pool_names, self.pending_at_start).build(segments, _freed(blocks, {a for a, row in row_of.items() if row in leave_out}))
 
 
 class _Layout:
@@ -306,6 +317,19 @@ class _Layout:
         m = self.model.m
         for at in (*range(M.ALLOCATION, M.OVERSIZE_ALLOCATIONS, 4), M.OVERSIZE_ALLOCATIONS, M.OVERSIZE_SEGMENTS):
             m[at + 1], m[at + 2], m[at + 3] = m[at], 0, 0
+
+
+def _freed(blocks: pl.DataFrame, addrs: set[int]) -> pl.DataFrame:
+    """The picture with the blocks at these addresses free, and joined to their free neighbours."""
+    if not addrs:
+        return blocks
+    signed = pl.col("addr").reinterpret(signed=True) if blocks.schema["addr"] == pl.UInt64 else pl.col("addr")
+    state = pl.when(signed.is_in(sorted(addrs))).then(pl.lit("inactive")).otherwise(pl.col("state").cast(pl.String))
+    blocks = blocks.with_columns(state.alias("state"))
+    free = pl.col("state") == "inactive"
+    joins = free & free.shift(1, fill_value=False) & (pl.col("segment_addr") == pl.col("segment_addr").shift(1))
+    run = blocks.with_columns((~joins.fill_null(value=False)).cum_sum().alias("run"))
+    return run.group_by("run", maintain_order=True).agg(pl.col("size_bytes").sum(), pl.exclude("run", "size_bytes").first()).select(blocks.columns)
 
 
 def _only(rows: pl.DataFrame, key: tuple[Any, ...]) -> bool:

@@ -81,7 +81,7 @@ from nbmemprof.allocator._memory import (
 from nbmemprof.allocator._rules import malloc, round_size, segment_size
 from nbmemprof.allocator.rounding import SMALL_SIZE
 
-__all__ = ["DONE", "MORE_ROOM", "MORE_TRACE", "run"]
+__all__ = ["DONE", "MORE_ROOM", "MORE_TRACE", "free_block", "run"]
 
 DONE, MORE_ROOM, MORE_TRACE = range(3)
 DIFFERS, STRAY, NOTHING_PENDING, NOTHING_TO_RELEASE, NO_REQUEST = range(1, 6)  # WRONG
@@ -199,11 +199,15 @@ def next_request(m: Ints, t: Ints, j: int) -> int:
     return k if k < m[END] and (t[k] == ALLOC or t[k] == OOM) else m[END]
 
 
-def would_fit(m: Ints, t: Ints, k: int) -> int:
-    pool = t[k + T_POOL]
-    rounded = round_size(m, t[k + T_SIZE])
+def free_block(m: Ints, pool: int, requested: int, stream: int) -> int:
+    """The free block that would serve a request; 0 for none."""
+    rounded = round_size(m, requested)
     half = m[pool + POOL_SMALL] if rounded <= SMALL_SIZE else m[pool + POOL_LARGE]
-    return fit(m, list_of(m, half, t[k + T_STREAM]), rounded, 1 if m[EXPANDABLE] and m[pool + POOL_CUSTOM] == 0 else 0)
+    return fit(m, list_of(m, half, stream), rounded, 1 if m[EXPANDABLE] and m[pool + POOL_CUSTOM] == 0 else 0)
+
+
+def would_fit(m: Ints, t: Ints, k: int) -> int:
+    return free_block(m, t[k + T_POOL], t[k + T_SIZE], t[k + T_STREAM])
 
 
 def would_release(m: Ints, t: Ints, k: int) -> int:

@@ -183,6 +183,8 @@ def _sentence(mismatch: dict[str, Any]) -> str:
         return "nothing" if e is None else f"{e['action']} of {format_bytes(e['bytes'])} at {e['addr']:#x}"
 
     where = f"event {format_count(mismatch['index'])} of device {mismatch['device']}"
+    if "missing" in mismatch:
+        return f"at {where} ({event(mismatch['found'])}) the recording can't be true: {mismatch['reason']}"
     if mismatch["expected"] is not None:
         return f"at {where} the rules give {event(mismatch['expected'])}, the recording has {event(mismatch['found'])}"
     return f"at {where} ({event(mismatch['found'])}): {mismatch['reason']}"

@@ -1,0 +1,269 @@
+"""Which event is missing, and where: the one event with which the rules follow a trace that they could not follow without it.
+
+A difference shows where the recording can't be true any more; the event that is missing may have been earlier. What the rest of the
+trace tells (a free without its alloc, a request that never completes, a segment that is gone) names suspects. Each is put in at
+every place that is possible for it, and the trace is followed again: places at which all that comes after agrees are those that the
+recording allows; between two of them it holds nothing that could tell them apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator import _run
+from nbmemprof.allocator._attempt import ACTIONS, Followed, Prepared, end_differs, mismatch_at, prepare
+from nbmemprof.allocator._link import worth
+from nbmemprof.allocator._recording import Recording
+from nbmemprof.allocator._suspects import Suspect, suspects
+from nbmemprof.units import format_bytes, format_count
+
+__all__ = ["locate", "refusal_by_stack"]
+
+_NO_STACK = -1
+_INTERPRETED, _COMPILED = 800_000, 60_000_000  # events followed in all trials, about 8 s at most
+_EACH = 128  # places that are tried one by one; of more the borders are found by halving
+
+
+@dataclass(frozen=True)
+class _Found:
+    suspect: Suspect
+    low: int
+    high: int
+    reached: int  # first event at which the trace still differs; one more than there are for none
+
+
+def locate(found: Followed) -> bool:
+    """Write to the mismatch which event is ``missing`` and ``between`` which places it was; the verdict is about the last of them.
+
+    Returns whether that one event explains the whole trace.
+    """
+    mismatch, recording = found.mismatch, found.recording
+    if mismatch is None:
+        return True
+    trials, best = _Trials(found), None
+    for suspect in suspects(found):
+        place = trials.places(suspect)
+        if place is not None and (best is None or place.reached > best.reached):
+            best = place
+        if trials.spent > trials.budget or (best is not None and best.reached > trials.end):
+            break
+    if best is not None:
+        _tell(recording, mismatch, best)
+    return best is not None and best.reached > trials.end
+
+
+def _tell(recording: Recording, mismatch: dict[str, Any], best: _Found) -> None:
+    suspect, end = best.suspect, recording.events.height
+    action = ACTIONS[suspect.kind]
+    mismatch["missing"] = {"action": action, "addr": suspect.addr, "bytes": suspect.size, "stream": suspect.stream}
+    mismatch["between"] = [best.low, best.high]
+    what = f"{'an' if action[0] in 'ao' else 'a'} {action}"
+    if suspect.kind == M.OOM:
+        what += " (a request that was refused)"
+    else:
+        what += f" of {format_bytes(suspect.size)} at {suspect.addr:#x}"
+    rest = "all the rest follows" if best.reached > end else f"the rest follows up to event {format_count(best.reached)}"
+    place = f"before event {format_count(best.high)}" if best.high < end else "behind the last event"
+    if best.low == best.high:
+        reason = f"{what} is missing right {place}: with it there {rest}"
+    else:
+        reason = f"{what} is missing, lost between events {format_count(best.low)} and {format_count(best.high)}: at any place from the one to the other {rest}, and nothing recorded tells which it was"
+    # wherever it was, from the last such place on the trace is not what happened
+    mismatch.update(mismatch_at(recording, best.high, reason, dict(mismatch["missing"])) | {"noticed": mismatch["index"]})
+
+
+def refusal_by_stack(found: Followed) -> dict[str, Any] | None:
+    """Find a refusal whose ``oom`` is missing by the call stack of the memory that was given back for it.
+
+    Memory given back for a request has the stack of that request (``release_cached_blocks(context, ...)`` in ``malloc``); from
+    ``empty_cache()`` it has the stack of that call, or where such calls' stacks are not recorded that of the segment's own ``segment_alloc``.
+    """
+    recording = found.recording
+    stack = recording.events["stack_id"].fill_null(_NO_STACK).to_numpy().astype(np.int64)
+    kind, addr, size = recording.kind, recording.addr, recording.size
+    calls = _calls_of_empty_cache(recording)
+    for word, pool in found.moments[: int(found.model.m[M.FOUND])].reshape(-1, 2).tolist():
+        begin = word // M.WORDS
+        end = begin
+        while end < len(kind) and kind[end] in (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OTHER):
+            end += 1
+        own = np.isin(kind[:begin], (M.SEGMENT_ALLOC, M.SEGMENT_MAP)) & (addr[:begin] < addr[begin] + size[begin]) & (addr[:begin] + size[:begin] > addr[begin])
+        told = int(stack[begin])
+        served = end < len(kind) and int(stack[end]) == told  # by new memory, after the driver had refused
+        if pool or served or told in {_NO_STACK, *calls} or not own.any() or (stack[:begin][own] == told).any():
+            continue
+        reason = "memory was given back by a request, as the call stack shows, and no request is recorded: an oom (a request that was refused) is missing right before this event"
+        missing = {"action": "oom", "addr": None, "bytes": None, "stream": recording.events["stream"][begin]}
+        return mismatch_at(recording, end, reason, None) | {"missing": missing, "between": [end, end], "noticed": begin}
+    return None
+
+
+def _calls_of_empty_cache(recording: Recording) -> set[int]:
+    stacks = recording.capture.tables["stacks"]
+    found: set[int] = set(stacks.filter(pl.col("function").cast(pl.String) == "empty_cache")["stack_id"].to_list())
+    return found
+
+
+class _Trials:
+    """Follow the trace with one event more; beginnings that were followed once are kept."""
+
+    def __init__(self, found: Followed) -> None:
+        self.found, self.recording = found, found.recording
+        assert found.mismatch is not None  # noqa: S101 - asked for where something differs
+        self.at, self.end = int(found.mismatch["index"]), self.recording.events.height
+        self.work = 12 * self.end
+        self.budget = _INTERPRETED if worth(_run.run, self.work) is None else _COMPILED
+        self.spent = 0
+        self._kept: dict[tuple[int, frozenset[int]], Prepared] = {}
+
+    # ------------------------------------------------------------------ places
+    def places(self, suspect: Suspect) -> _Found | None:
+        """Where the event can have been; None where it explains nothing."""
+        if suspect.low > suspect.high:
+            return None
+        where = self._open(suspect)
+        best, at = -1, -1
+        for place in self._first(suspect, where):
+            reached = self.run(suspect, place)
+            if reached > best:
+                best, at = reached, place
+            if best > self.end or self.spent > self.budget:
+                break
+        if best <= max(self.at, at):
+            return None
+        least, most = self._around(suspect, where, where.index(at), best)
+        return _Found(suspect, where[least], where[most], best)
+
+    def _open(self, suspect: Suspect) -> list[int]:
+        """Places that are not within a free or a flush."""
+        low, high, kind, row = suspect.low, suspect.high, self.recording.kind, self.recording.trace[M.T_ROW :: M.WORDS]
+        if suspect.kind in (M.FREE_REQUESTED, M.FREE_COMPLETED):
+            return list(range(low, high + 1))
+        at = np.arange(low, high + 1)
+        before, after = np.maximum(at - 1, 0), np.minimum(at, self.end - 1)
+        pair = (kind[before] == M.FREE_REQUESTED) & (kind[after] == M.FREE_COMPLETED) & (row[before] == row[after])
+        burst = np.isin(kind[before], (M.SEGMENT_FREE, M.SEGMENT_UNMAP)) & np.isin(kind[after], (M.SEGMENT_FREE, M.SEGMENT_UNMAP))
+        return at[(at == low) | (at == high) | ~(pair | burst)].tolist()
+
+    def _first(self, suspect: Suspect, where: list[int]) -> list[int]:
+        """Places in the order in which they are tried: where it is missed, the borders, then in between."""
+        missed = where[int(np.argmin(np.abs(np.asarray(where) - self.at)))]
+        serving = self._serving(suspect) if suspect.kind == M.ALLOC and len(where) > _EACH else []
+        rest = where[::-1] if len(where) <= _EACH else [where[i] for i in np.linspace(len(where) - 1, 0, 24).astype(int)]
+        return list(dict.fromkeys([where[-1], missed, where[0], *(p for p in serving if p in where), *rest]))
+
+    def _serving(self, suspect: Suspect) -> list[int]:
+        """Places at which the block that the alloc got is the one that the rules would give."""
+        state = self._copy(self._state(suspect, suspect.low))
+        model, trace, found = state.model, state.trace, []
+        pool = model.pools[suspect.pool]
+        for place in range(suspect.low, suspect.high + 1):
+            model.m[M.STOP] = place * M.WORDS
+            model.run(trace, trace, state.rows, state.moments, work=self.work)
+            if model.m[M.WRONG]:
+                break
+            block = _run.free_block(model.m.data, pool, suspect.size, suspect.stream)  # type: ignore[arg-type]
+            if block and model.m[block + M.ADDR] == suspect.addr:
+                found.append(place)
+        self.spent += suspect.high - suspect.low
+        return found[:: max(1, len(found) // 16)]
+
+    def _around(self, suspect: Suspect, where: list[int], at: int, best: int) -> tuple[int, int]:
+        """Return the first and last of the places (their positions) at which the trace is followed as far as at this one."""
+        until = self.end if self.found.model.m[M.GC_ON] else min(self.end, max(self.at, suspect.high) + 2)
+        known = {at: True}
+
+        def good(i: int, *, whole: bool = False) -> bool:
+            if self.spent > self.budget:
+                return known.get(i, False)
+            if whole or i not in known:
+                reached = self.run(suspect, where[i], self.end if whole else until)
+                known[i] = reached >= best if whole else reached >= min(until, best)
+            return known[i]
+
+        if len(where) <= _EACH:
+            all_ = [i for i in range(len(where)) if good(i)]
+            least, most = all_[0], all_[-1]
+        else:
+            least, most = self._border(0, at, good), self._border(len(where) - 1, at, good)
+        while least < at and not good(least, whole=True):
+            least += 1
+        while most > at and not good(most, whole=True):
+            most -= 1
+        return least, most
+
+    @staticmethod
+    def _border(far: int, near: int, good: Callable[[int], bool]) -> int:
+        """Return the position next to ``far`` that is still good, from ``near``, which is."""
+        if good(far):
+            return far
+        while abs(far - near) > 1:
+            middle = (far + near) // 2
+            if good(middle):
+                near = middle
+            else:
+                far = middle
+        return near
+
+    # ------------------------------------------------------------------ one trial
+    def run(self, suspect: Suspect, place: int, until: int | None = None) -> int:
+        """Put the event in before this one and follow; returns the first event that differs, ``end`` where only the final picture does, ``end + 1`` where nothing does."""
+        recording, until = self.recording, self.end if until is None else until
+        state = self._copy(self._state(suspect, place))
+        model, at = state.model, place * M.WORDS
+        m = model.m
+        event = np.asarray([suspect.kind, suspect.addr, suspect.size, suspect.stream, suspect.row, self._extra(suspect, model)], np.int64)
+        trace = state.trace
+        if suspect.uses:
+            trace = trace.copy()
+            trace.reshape(-1, M.WORDS)[list(suspect.uses), M.T_ROW] = suspect.row
+        trace = np.concatenate([trace[:at], event, trace[at:]])
+        if state.seen:
+            state.moments[0::2][state.moments[0::2] > at] += M.WORDS
+        lost = [i + (M.WORDS if i >= at else 0) for i in recording.lost if not (suspect.kind == M.FREE_COMPLETED and i == suspect.low * M.WORDS)]
+        self.spent += max(0, until - int(m[M.AT]) // M.WORDS)
+        m[M.END], m[M.STOP] = len(trace), min([len(trace) if until == self.end else (until + 1) * M.WORDS, *lost])
+        model.run(trace, trace, state.rows, state.moments, work=self.work)
+        m = model.m
+        reached = int(m[M.AT]) // M.WORDS
+        reached -= reached > place
+        if m[M.WRONG] or lost or until < self.end:
+            return reached
+        return self.end + 1 if end_differs(recording, model) is None else self.end
+
+    @staticmethod
+    def _extra(suspect: Suspect, model: Any) -> int:
+        if suspect.kind in (M.ALLOC, M.OOM):
+            return int(model.pools[suspect.pool])
+        return 1 if suspect.kind == M.FREE_REQUESTED else 0
+
+    def _state(self, suspect: Suspect, place: int) -> Prepared:
+        """Return the trace followed up to a place from which what comes before the suspect's is decided; from the beginning where that reads too far."""
+        out = frozenset([suspect.row]) if suspect.kind == M.ALLOC and not self.found.terms.empty and 0 <= suspect.row < self.recording.rows.height else frozenset()
+        kind, before = self.recording.kind, min(suspect.low, place, self.at)
+        while before > 0 and kind[before - 1] not in (M.ALLOC, M.OOM, M.FREE_REQUESTED):
+            before -= 1
+        if (0, out) not in self._kept:
+            self._kept[0, out] = prepare(self.recording, self.found.terms, out)
+        if (before, out) not in self._kept:
+            state = self._copy(self._kept[0, out])
+            state.model.m[M.STOP] = min([before * M.WORDS, *self.recording.lost])
+            state.model.run(state.trace, state.trace, state.rows, state.moments, work=self.work)
+            self.spent += before
+            self._kept[before, out] = state
+        state = self._kept[before, out]
+        return self._kept[0, out] if state.model.m[M.WRONG] or state.model.m[M.AT] > place * M.WORDS else state
+
+    @staticmethod
+    def _copy(state: Prepared) -> Prepared:
+        model = copy.copy(state.model)
+        model.m = state.model.m.copy()
+        rows = state.rows
+        return Prepared(model, state.trace, np.concatenate([rows, np.zeros(2, np.int64)]), state.moments.copy(), state.seen, state.said)

@@ -1,0 +1,178 @@
+"""Events that may be missing where a trace can't be followed, from what the rest of it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator._attempt import ACTIONS, Followed
+from nbmemprof.allocator._held import Held
+from nbmemprof.heap._columns import int64
+
+__all__ = ["Suspect", "suspects"]
+
+_CODES = {word: code for code, word in ACTIONS.items()}
+_MOST = 12  # allocs that are looked into
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """An event that may be missing: before one of the events ``low`` to ``high``.
+
+    ``row``: the allocation that it belongs to, -1 for none; ``uses``: events that are of that allocation too, which the
+    recording could give to none. ``pool``: number of the pool that an alloc asks of.
+    """
+
+    kind: int
+    addr: int
+    size: int
+    stream: int
+    low: int
+    high: int
+    row: int = -1
+    uses: tuple[int, ...] = ()
+    pool: int = 0
+
+
+def suspects(found: Followed) -> Iterator[Suspect]:
+    """Each event whose absence the trace shows, the likeliest first."""
+    assert found.mismatch is not None  # noqa: S101 - asked for where something differs
+    clues = _Clues(found)
+    yield from clues.half_frees()
+    yield from clues.expected()
+    yield from clues.allocs()
+    yield from clues.segments_gone()
+    yield from clues.refusals()
+
+
+class _Clues:
+    def __init__(self, found: Followed) -> None:
+        assert found.mismatch is not None  # noqa: S101 - as above
+        self.found, self.recording, self.mismatch = found, found.recording, found.mismatch
+        r = self.recording
+        self.table = r.trace.reshape(-1, M.WORDS)
+        self.row, self.kind, self.addr, self.size = self.table[:, M.T_ROW], r.kind, r.addr, r.size
+        self.at, self.end = int(self.mismatch["index"]), r.events.height
+
+    # ------------------------------------------------------------------ frees of which one half is there
+    def half_frees(self) -> Iterator[Suspect]:
+        r, places = self.recording, {}
+        for code in (M.ALLOC, M.FREE_REQUESTED, M.FREE_COMPLETED):
+            events = np.flatnonzero((self.kind == code) & (self.row >= 0))
+            places[code] = np.full(r.rows.height + 1, -1, np.int64)
+            places[code][self.row[events]] = events
+        made, asked, done = (places[code] for code in (M.ALLOC, M.FREE_REQUESTED, M.FREE_COMPLETED))
+        deferred = int(((asked >= 0) & (done > asked + 1)).sum())
+        for row in np.flatnonzero((done >= self.at) & (asked < 0) & (made >= 0))[:_MOST].tolist():
+            i = int(done[row])  # where all frees complete at once, so did this one
+            yield self._half(M.FREE_REQUESTED, i, int(made[row]) + 1 if deferred else i, i, row)
+        over = r.rows["done_seq"].is_not_null().to_numpy() if r.has_picture else np.ones(r.rows.height, bool)  # in use again, or not pending at the end
+        waiting = np.flatnonzero((asked >= 0) & (asked <= self.at) & (done < 0) & np.append(over, False)).tolist()
+        for row in waiting[:_MOST]:
+            i = int(asked[row])
+            again = np.flatnonzero((self.addr[i + 1 :] == self.addr[i]) & (self.kind[i + 1 :] != M.OOM))
+            last = i + 1 + int(again[0]) if len(again) else self.end
+            yield self._half(M.FREE_COMPLETED, i, i + 1, last if deferred else i + 1, row)
+
+    def _half(self, kind: int, like: int, low: int, high: int, row: int) -> Suspect:
+        return Suspect(kind, int(self.addr[like]), int(self.size[like]), int(self.table[like, M.T_STREAM]), low, high, row)
+
+    # ------------------------------------------------------------------ what the rules would do here
+    def expected(self) -> Iterator[Suspect]:
+        """Memory that the rules take or give back where the trace has something else; the driver's address is in the request that follows."""
+        wanted, found = self.mismatch["expected"], self.mismatch["found"]
+        if wanted is None or not wanted["action"].startswith("segment"):
+            return
+        addresses = [wanted["addr"]]
+        if wanted["action"] in ("segment_alloc", "segment_map") and found is not None:
+            request = self.at + int(np.argmax(np.isin(self.kind[self.at :], (M.ALLOC, M.OOM))))
+            addresses = [int(self.addr[request]), *addresses]
+        for addr in dict.fromkeys(addresses):
+            yield Suspect(_CODES[wanted["action"]], addr, wanted["bytes"], wanted["stream"], self.at, self.at)
+
+    # ------------------------------------------------------------------ blocks without an alloc
+    def allocs(self) -> Iterator[Suspect]:
+        """Of frees and final blocks that have no alloc."""
+        found = [*self._strays(), *self._orphans()]
+        for evidence, addr, size, bytes_, stream, row, uses in sorted(found)[:_MOST]:
+            low = self._free_since(addr, bytes_, min(evidence, self.at))
+            high = min(self._next_request(), evidence)
+            for pool in dict.fromkeys((self.recording.pool_at(addr, evidence), 0)):
+                yield Suspect(M.ALLOC, addr, size, stream, min(low, high), high, row, uses, pool)
+
+    def _strays(self) -> Iterator[tuple[Any, ...]]:
+        """Frees of an address that was free already, which the tables give to no allocation."""
+        new = max(self.recording.rows.height, 1)
+        for i in np.flatnonzero((self.kind == M.FREE_REQUESTED) & (self.row < 0) & (np.arange(self.end) >= self.at))[:_MOST].tolist():
+            done = np.flatnonzero((self.kind[i:] == M.FREE_COMPLETED) & (self.addr[i:] == self.addr[i]))
+            uses = (i, i + int(done[0])) if len(done) and self.row[i + int(done[0])] < 0 else (i,)
+            yield i, int(self.addr[i]), int(self.size[i]), int(self.size[i]), int(self.table[i, M.T_STREAM]), new, uses
+
+    def _orphans(self) -> Iterator[tuple[Any, ...]]:
+        """Allocations that were there before the first event, as the tables have it; in a trace that began with an empty heap none was."""
+        r = self.recording
+        rows = np.flatnonzero(r.at_start)
+        begin, size, asked = int64(r.rows["addr"])[rows], int64(r.rows["size_bytes"])[rows], int64(r.rows["requested_bytes"])[rows]
+        seq = r.rows["free_seq"].fill_null(np.iinfo(np.int64).max).to_numpy()[rows]
+        evidence = np.minimum(np.searchsorted(r.curve.seq, seq), self.end)
+        keep = evidence >= self.at
+        if not self.found.terms.empty:
+            meant = [e["addr"] for e in (self.mismatch["expected"], self.mismatch["found"]) if e is not None]
+            keep &= np.any([(begin <= a) & (a < begin + np.maximum(size, 1)) for a in meant] or [keep & False], axis=0)
+        stream = int64(r.rows["stream"])[rows]
+        for i in np.flatnonzero(keep).tolist():
+            yield int(evidence[i]), int(begin[i]), int(asked[i]), int(size[i]), int(stream[i]), int(rows[i]), ()
+
+    def _free_since(self, addr: int, bytes_: int, before: int) -> int:
+        """Return the first place at which nothing else holds this range and there is memory below it."""
+        r = self.recording
+        begin, size = int64(r.rows["addr"]), int64(r.rows["size_bytes"])
+        over = (begin < addr + max(bytes_, 1)) & (begin + size > addr)
+        done = r.rows["done_seq"].to_numpy()[over]
+        done = done[~np.isnan(done)] if done.dtype.kind == "f" else done
+        ends = np.searchsorted(r.curve.seq, done) + 1
+        made = np.flatnonzero(np.isin(self.kind[:before], (M.SEGMENT_ALLOC, M.SEGMENT_MAP)) & (self.addr[:before] <= addr) & (addr < self.addr[:before] + self.size[:before])) + 1
+        both = np.concatenate([ends[ends <= before], made])
+        return int(both.max()) if len(both) else 0
+
+    def _next_request(self) -> int:
+        """Return the first event from the difference on that is no memory taken or given back: an alloc may be missing right behind what was done for it."""
+        for i in range(self.at, self.end):
+            if not M.SEGMENT_ALLOC <= self.kind[i] <= M.SEGMENT_UNMAP:
+                return i
+        return self.end
+
+    # ------------------------------------------------------------------ segments, refusals
+    def segments_gone(self) -> Iterator[Suspect]:
+        """Memory that is given out again, that the rules would use and the trace has no more, or that is not in the final picture: that it was given back is missing."""
+        r, held = self.recording, Held()
+        moves = np.flatnonzero((self.kind >= M.SEGMENT_ALLOC) & (self.kind <= M.SEGMENT_UNMAP))
+        gone: list[tuple[int, tuple[int, int, int]]] = []
+        wanted = self.mismatch["expected"]
+        for i in moves.tolist():
+            if i >= self.at and wanted is not None and wanted["action"] == "alloc":
+                gone += [(self.at, one) for one in held.over(wanted["addr"], 1)]
+                wanted = None
+            gone += [(i, one) for one in held.move(int(self.kind[i]), int(self.addr[i]), int(self.size[i]), int(self.table[i, M.T_STREAM]))]
+        if r.has_picture:
+            there = set(int64(r.segments["addr"]).tolist())
+            gone += [(self.end, one) for one in held.classic() if one[0] not in there]
+        for high, (begin, size, stream) in gone[:_MOST]:
+            kind = M.SEGMENT_FREE if begin in held.segments else M.SEGMENT_UNMAP
+            touched = np.flatnonzero((self.addr[:high] >= begin) & (self.addr[:high] < begin + size) & (self.kind[:high] != M.OOM))
+            yield Suspect(kind, begin, size, stream, int(touched[-1]) + 1 if len(touched) else 0, high)
+
+    def refusals(self) -> Iterator[Suspect]:
+        """A request that was refused, behind the memory that was given back for it; how much it asked for is not known: sizes that a flush would not have served."""
+        limit = self.found.limit_bytes or self.found.terms.capacity_bytes
+        place = self._next_request()
+        if limit is None or place == self.at:
+            return
+        least = max(1, limit - int(self.recording.reserved[place - 1]) + 1)
+        stream = int(self.table[self.at, M.T_STREAM])
+        for size in sorted({least, *(1 << bit for bit in range(least.bit_length(), 41, 2))}):
+            yield Suspect(M.OOM, 0, -(-size // 512) * 512, stream, place, place)

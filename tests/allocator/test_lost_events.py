@@ -1,0 +1,139 @@
+"""One event taken out of a recording: the verdict turns false, and says which event is missing and where it can have been."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from recorded import of_requests, of_trace, requests, snapshot
+
+import nbmemprof as mp
+from nbmemprof.allocator import Device, verdict
+from nbmemprof.errors import OutOfMemoryError
+
+pytestmark = pytest.mark.cost(0.3)
+
+
+def whole_of(name: str) -> dict:
+    return of_requests(requests(name)) if name in ("lseg", "msplit", "exp_lim") else of_trace(name)[0] if name.startswith("gpt2") else snapshot(f"{name}.snapshot")
+
+
+def without(whole: dict, at: int) -> dict:
+    trace = whole["device_traces"][0]
+    return whole | {"device_traces": [trace[:at] + trace[at + 1 :]]}
+
+
+def put_in(whole: dict, event: dict, at: int) -> dict:
+    trace = whole["device_traces"][0]
+    return whole | {"device_traces": [[*trace[:at], event, *trace[at:]]]}
+
+
+def judged(whole: dict) -> dict:
+    return verdict(mp.load(whole))
+
+
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [
+        ("mempool", "alloc"), ("mempool", "free_completed"), ("default-streams", "alloc"), ("default-streams", "free_requested"), ("split20-gc80-tight", "alloc"),
+        ("split20-gc80-tight", "segment_free"), ("expand-tight", "alloc"), ("expand-tight", "segment_unmap"), ("lseg", "alloc"), ("gpt2_varlen_b8_expand", "segment_map"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_the_missing_event_is_named_with_the_places_where_it_can_have_been(name, action, share):
+    """That the recording is false from the last of these places on; where there are several, the one that was taken out is among them."""
+    whole = whole_of(name)
+    trace = whole["device_traces"][0]
+    of_this_kind = [i for i, e in enumerate(trace) if e["action"] == action]
+    at = of_this_kind[int(share * len(of_this_kind))]
+    told = judged(without(whole, at))
+    assert not told["exact"]
+    mismatch = told["first_mismatch"]
+    low, high = mismatch.get("between", [mismatch["index"]] * 2)
+    assert low <= at <= high == mismatch["index"]
+    if "missing" in mismatch:
+        assert (mismatch["missing"]["action"], mismatch["missing"]["addr"]) == (action, trace[at]["addr"])
+        assert "is missing" in told["text"]
+
+
+@pytest.mark.cost(1)
+@pytest.mark.parametrize(("name", "which"), [("mempool", 270), ("default-streams", 700), ("lseg", 1300)])
+def test_between_the_places_nothing_recorded_tells_and_outside_something_does(name, which):
+    """The proof that no verdict can do better: with the event at the first or at the last place the recording is exact, one place further it is not."""
+    whole = whole_of(name)
+    at = [i for i, e in enumerate(whole["device_traces"][0]) if e["action"] == "alloc"][which]
+    event, damaged = whole["device_traces"][0][at], without(whole, at)
+    low, high = judged(damaged)["first_mismatch"]["between"]
+    assert low < high
+    assert judged(put_in(damaged, event, low))["exact"]
+    assert judged(put_in(damaged, event, high))["exact"]
+    trace = damaged["device_traces"][0]
+    before = next(i for i in range(low - 1, -1, -1) if trace[i - 1]["action"] != "free_requested")
+    after = next(i for i in range(high + 1, len(trace)) if trace[i - 1]["action"] != "free_requested")
+    assert not judged(put_in(damaged, event, before))["exact"]
+    assert not judged(put_in(damaged, event, after))["exact"]
+
+
+def tight(frames: dict | None = None) -> tuple[dict, int]:
+    """A refusal that gave cached memory back; call stacks as torch records them: memory given back for a request has the request's. Returns the trace and where the oom is."""
+    device = Device(limit_bytes="100MiB")
+    held = device.malloc("40MiB")
+    device.free(device.malloc("30MiB"))
+    with pytest.raises(OutOfMemoryError):
+        device.malloc("80MiB")
+    device.free(held)
+    device.malloc("12MiB")
+    whole = device.snapshot()
+    (at,) = [i for i, e in enumerate(whole["device_traces"][0]) if e["action"] == "oom"]
+    for event in whole["device_traces"][0]:
+        line = 80 if event["action"] in ("oom", "segment_free") else 30
+        name = (frames or {}).get(event["action"], "step")
+        event["frames"] = [{"filename": "torch/cuda/memory.py" if name == "empty_cache" else "train.py", "line": line, "name": name}] if frames is not None else []
+    return whole, at
+
+
+def test_a_lost_refusal_is_seen_by_the_stack_of_the_memory_given_back_for_it():
+    whole, at = tight({})
+    assert judged(whole)["exact"]
+    told = judged(without(whole, at))
+    assert not told["exact"]
+    assert told["first_mismatch"]["index"] == at
+    assert told["first_mismatch"]["missing"]["action"] == "oom"
+
+
+def test_without_stacks_a_lost_refusal_is_an_empty_cache_and_that_is_said():
+    """Nothing in the events could tell the two apart; the verdict says so, with the place."""
+    whole, at = tight()
+    told = judged(without(whole, at))
+    assert told["exact"]
+    (text,) = [t for t in told["inferred"] if "empty_cache() call" in t]
+    assert f"at event {at - 1}" in text
+    assert "a refused request whose oom is missing leaves the same events" in text
+
+
+def test_the_stack_of_an_empty_cache_is_no_lost_refusal():
+    whole, at = tight({"segment_free": "empty_cache"})
+    assert judged(without(whole, at))["exact"]
+
+
+def test_memory_taken_twice_is_seen_without_a_final_picture():
+    device = Device(addresses=[1 << 30, 1 << 30])
+    device.free(device.malloc("30MiB"))
+    device.empty_cache()
+    device.malloc("40MiB")
+    trace = device.snapshot()["device_traces"][0]
+    (at,) = [i for i, e in enumerate(trace) if e["action"] == "segment_free"]
+    whole = {"segments": [], "device_traces": [trace], "allocator_settings": {}}
+    assert judged(whole)["exact"]
+    told = judged(without(whole, at))
+    assert not told["exact"]
+    assert told["first_mismatch"]["index"] == at
+
+
+def test_two_lost_events_are_told_one_at_a_time():
+    whole = snapshot("mempool.snapshot")
+    trace = whole["device_traces"][0]
+    allocs = np.asarray([i for i, e in enumerate(trace) if e["action"] == "alloc"])[[150, 450]].tolist()
+    told = judged(without(without(whole, allocs[1]), allocs[0]))
+    mismatch = told["first_mismatch"]
+    assert mismatch["between"][0] <= allocs[0] <= mismatch["between"][1]
+    assert "the rest follows up to event" in mismatch["reason"]
