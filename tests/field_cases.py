@@ -40,11 +40,12 @@ class Where:
         return max(least, int(whole * self.scale) // of * of)
 
     def alive(self) -> int:
-        """Bytes of tensors alive: torch's counter, or every CPU storage."""
+        """Bytes of tensors alive: torch's counter, or the storages of all CPU tensors that Python knows."""
         gc.collect()
         if self.device == "cuda":
             return int(torch.cuda.memory_allocated())
-        return int(mp.holders({}, device="cpu")["counted_bytes"].sum())
+        storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass
@@ -410,6 +411,7 @@ def _survive(where: Where, sample: int, state: int, budget: int, batch: int) -> 
     found = []
     for size in (batch, batch + 1):
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # one that lies in a larger segment leaves a hole, into which a sample may fit
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + budget + 4096) / torch.cuda.get_device_properties(0).total_memory)
         step = make_trainer(sample, state)

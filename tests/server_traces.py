@@ -78,10 +78,10 @@ class Truth:
 
     @property
     def judged_slope(self) -> float:
-        """Of the later half of each longer process: what a trend that leaves the warm-up out can know."""
+        """Of each process from half of the longest one's requests on: what a trend that leaves the warm-up out can know."""
         parts = {p: np.asarray([(n, b) for q, n, b in self.marks if q == p]) for p in {mark[0] for mark in self.marks}}
         longest = max(rows[-1, 0] for rows in parts.values())
-        later = [rows[rows[:, 0] >= rows[-1, 0] / 2] for rows in parts.values() if 4 * rows[-1, 0] >= longest]
+        later = [late for rows in parts.values() if len(late := rows[rows[:, 0] >= longest / 2]) > 1]
         return float(sum(rows[-1, 1] - rows[0, 1] for rows in later) / sum(rows[-1, 0] - rows[0, 0] for rows in later))
 
 

@@ -23,6 +23,7 @@ from support import ROOT
 import nbmemprof as mp
 from nbmemprof import _optional
 from nbmemprof.watching import gauges, store
+from nbmemprof.watching.drift import drift
 from nbmemprof.watching.series import Series
 from nbmemprof.watching.trend import judge
 
@@ -122,6 +123,31 @@ def test_daily_load_is_no_growth_while_it_rises():
     series.extend(time_s, 1000 * MIB + per_s * 20 * MIB + rng.normal(0, 5 * MIB, len(time_s)), np.cumsum(per_s * 20))
     trend = judge(series, 1400 * MIB)
     assert trend.verdict == "flat"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_growth_in_jumps_is_told_as_what_was_kept(share, seed):
+    """From a piece of each request to few huge ones, under the ups and downs of the load: a line through the middle would be several percent off."""
+    rng = np.random.default_rng(seed)
+    count = 400
+    jumps = np.where(rng.random(count) < 0.3, 10 * MIB * (1 + rng.pareto(1.5, count)), 0.0) * share + MIB * (1.01 - share)
+    held, load = 500 * MIB + np.cumsum(jumps), 1 + np.sin(np.arange(count) / 10)
+    x = np.arange(count) * 1000.0
+    seen = held + 20 * MIB * load + rng.exponential(5 * MIB, count)
+    seen[7 * rng.integers(1, 50, 5)] += 2000 * MIB  # a stretch in which nothing else was seen but the peak
+    slope, error = drift([(x, seen, load)])
+    truth = (held[-2] - held[0]) / (x[-2] - x[0])  # the last stretch has none after it that could confirm it
+    assert slope == pytest.approx(truth, abs=0.015 * truth + 20 * MIB / x[-1])
+    assert error < 0.05 * slope if share == 0 else error > 0.02 * slope, "jumps that are still to come are not known"
+
+
+def test_the_same_drift_in_parts_is_one_drift():
+    x = np.arange(50.0)
+    part = (x, 3.0 * MIB * x, np.ones(50))
+    slope, error = drift([part, (x + 1000, 3.0 * MIB * x + 9e9, np.ones(50))])
+    assert slope == pytest.approx(3 * MIB, rel=1e-6)
+    assert error < 1e-3 * slope
 
 
 def test_two_readings_say_nothing():

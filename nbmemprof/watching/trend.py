@@ -2,8 +2,9 @@
 
 Daily load, caches that fill, heavy tails and restarts all make memory rise for a while. What is asked is the slope of
 the *lower envelope* (the least that was held in each stretch of time) against the work done, with the load
-taken out, after the warm-up; its interval comes from leaving out one eighth of the run at a time, which makes no
-assumption on how long the noise remembers.
+taken out, after the warm-up. Whether it grows at all is judged by a robust line, whose interval comes from leaving out one eighth of
+the run at a time, which makes no assumption on how long the noise remembers. How fast is told by :mod:`nbmemprof.watching.drift`, which
+knows of growth in jumps; the interval is the wider of the two.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nbmemprof.watching.drift import drift
 from nbmemprof.watching.series import Array, Series
 
 __all__ = ["Trend", "judge"]
@@ -20,6 +22,7 @@ __all__ = ["Trend", "judge"]
 MIN_ROWS = 12  # stretches in the part that is judged
 _BLOCKS = 8
 _T99 = 3.499  # Student's t, 7 degrees of freedom, 99 % two-sided
+_Z99 = 2.576  # the same of a normal distribution
 _T99_HALVES = 4.604  # 4 degrees of freedom
 _SLOWING = 0.8
 _LEAST_BYTES = 64 << 10
@@ -80,11 +83,15 @@ def judge(series: Series, limit_bytes: float | None = None, *, trust: float = 1.
     stepwise = all(part.stepwise for part in parts)
     slope, error = _slope(parts, _BLOCKS)
     half = _T99 * error
+    grows = slope > half
+    if grows:
+        slope, jumps = drift(_settled(parts))
+        half = max(half, _Z99 * jumps)
     low, high = slope - half, slope + half
     keeps, steady = _keeps_on(parts)
     level, peak = last.now()
     # growth that is smaller than the ups and downs is not told from them
-    flat = low <= 0 or not steady or slope * last.seen_x < max(peak - level, last.swing(slope), _LEAST_BYTES)
+    flat = not grows or low <= 0 or not steady or slope * last.seen_x < max(peak - level, last.swing(slope), _LEAST_BYTES)
     verdict = "falling" if high < 0 else "flat" if flat else "filling" if keeps < _SLOWING else "growing"
     rate = last.rate
     found = Trend(
@@ -157,6 +164,17 @@ class _Part:
 
     def cut(self, keep: Array) -> _Part:
         return _Part(self.x[keep], self.low[keep], self.high[keep], self.load[keep], self.stepwise, self.rate, self.seen_x, self.seen_s)
+
+
+def _settled(parts: list[_Part]) -> list[tuple[Array, Array, Array]]:
+    """Work, least held and load of each part, from half of the longest part's work on: what was warm-up in one process was it in another."""
+    warm = max(part.seen_x for part in parts) / 2
+    found = []
+    for part in parts:
+        late = part.x - (part.x[-1] - part.seen_x) >= warm
+        if int(late.sum()) >= MIN_ROWS // 2:
+            found.append((part.x[late], part.low[late], part.load[late]))
+    return found
 
 
 def _slope(parts: list[_Part], blocks: int) -> tuple[float, float]:
