@@ -63,7 +63,7 @@ def shapes(cache: Any, *, wait: bool = False) -> Iterator[Shape]:
 
 def _pairs(cache: Any) -> Iterator[tuple[Any, Any, Any]]:
     layers: Iterable[Any] = getattr(cache, "layers", None) or ()
-    found = [(getattr(layer, "keys", None), getattr(layer, "values", None), layer) for layer in layers]
+    found: list[tuple[Any, Any, Any]] = [(getattr(layer, "keys", None), getattr(layer, "values", None), layer) for layer in layers]
     if not found and isinstance(cache, (tuple, list)):
         found = [(pair[0], pair[1], None) for pair in cache if isinstance(pair, (tuple, list)) and len(pair) >= 2]
     if not found and isinstance(getattr(cache, "key_cache", None), list):  # transformers before 4.54

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbmemprof import tags
-from nbmemprof.sources import _caches, _owners
+from nbmemprof.sources import _caches, _owners, _routing
 from nbmemprof.sources._stacks import Layers
 
 __all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "Observer"]
@@ -27,6 +27,7 @@ __all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "O
 PHASES = (None, "forward", "backward", "recompute", "optimizer")
 NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
 _MOST = 1 << 21  # records that are kept; older ones are let go
+_MOST_CALLS = 200_000  # of experts
 _MOST_SHAPES = 20_000  # of caches; then every second of the older ones is let go
 _known_roots: dict[int, weakref.ref[Any]] = {}  # modules and optimizers seen in earlier recordings
 _known_optimizers: dict[int, weakref.ref[Any]] = {}
@@ -61,6 +62,9 @@ class Observer:
         self.steps: list[tuple[int, int]] = []  # record after an optimizer's step, the optimizer
         self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
         self.caches: list[tuple[int, int, _caches.Shape, int | None]] = []  # record, clock, what a KV cache held, tokens of it that are padding
+        self.routing: list[_routing.Call] = []
+        self.ask_router = False  # whether the choice of a router may be read off the device
+        self._mixtures: dict[int, tuple[str, str, int] | None] = {}  # what a layer is to a mixture of experts
         self._masks: dict[int, weakref.ref[Any]] = {}  # attention masks of the first forward with a cache
         self._living: dict[int, weakref.ref[Any]] = {}  # caches that were met
         self.calls = 0
@@ -261,12 +265,34 @@ class Observer:
             layer = known[1] if known is not None and known[0]() is module else self.layers.place(module, self._root(module, here))
             stack.append((key, here.layer))
             here.layer = layer
+            if self._mixtures.get(layer, ()) is not None:
+                self._note_call(here, layer, module, args)
             if self.note is not None:
                 self.note(f"{here.record}.{layer}")
             else:
                 here.record = self._push(here)
         except Exception as error:  # the user's forward goes on
             self._guard(error)
+
+    def _note_call(self, here: _Thread, layer: int, module: Any, args: Any) -> None:
+        """A mixture's expert is called: with how many tokens."""
+        if layer not in self._mixtures:
+            self._mixtures[layer] = _routing.kind_of(self.layers.names[layer])
+        known = self._mixtures[layer]
+        if known is None or here.phase != FORWARD or not args or not getattr(args[0], "ndim", 0) or len(self.routing) > _MOST_CALLS:
+            return
+        what, path, expert = known
+        record = self.first + len(self.times) - 1
+        if what != "whole":
+            shape = args[0].shape
+            tokens = args[0].numel() // max(int(shape[-1]), 1)
+            self.routing.append(_routing.Call(record, self.clock_ns(), here.group, path, expert, tokens, 0))
+        elif self.ask_router:
+            begin = time.perf_counter_ns()
+            counts = _routing.choice(module, args) or []
+            now = self.clock_ns()
+            self.routing += [_routing.Call(record, now, here.group, path, at, tokens, len(counts)) for at, tokens in enumerate(counts)]
+            self.spent_ns += time.perf_counter_ns() - begin
 
     def _root(self, module: Any, here: _Thread) -> Any:
         ref = self._roots.get(here.stack[0][0]) if here.stack else None

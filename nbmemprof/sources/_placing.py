@@ -12,7 +12,7 @@ import polars as pl
 from nbmemprof import schema
 from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, RECOMPUTE, Observer
 
-__all__ = ["Log", "Placed", "bare_events", "caches", "contexts", "marks", "owners", "place"]
+__all__ = ["Log", "Placed", "bare_events", "contexts", "marks", "owners", "place", "tables"]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -37,12 +37,13 @@ class Log:
     names: list[str | None]
     owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]]
     caches: list[tuple[int, int, Any, int | None]] = field(default_factory=list)
+    routing: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, seen: Observer) -> Log:
         """Take a copy."""
         times, phase, group, back, layer, name, grad = (np.array(c, np.int64) for c in (seen.times, seen.phases, seen.groups, seen.backs, seen.layer_of, seen.name_of, seen.grads))
-        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners), list(seen.caches))
+        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners), list(seen.caches), list(seen.routing))
 
     def __post_init__(self) -> None:
         self.phase = _loss(self.phase, self.grad)
@@ -241,8 +242,26 @@ def _before_event(log: Log, placed: Placed, records: list[int], clocks_ns: list[
     return made
 
 
-def caches(log: Log, placed: Placed, since: int = 0) -> pl.DataFrame:
-    """What the KV caches held, and before which event: a table of its own beside the schema's.
+def tables(log: Log, placed: Placed, since: int = 0) -> dict[str, pl.DataFrame]:
+    """Tables of their own beside the schema's: ``caches`` and ``routing``, where there is anything in them."""
+    made = {"caches": _caches(log, placed, since), "routing": _routing(log, placed, since)}
+    return {name: frame for name, frame in made.items() if frame.height}
+
+
+def _routing(log: Log, placed: Placed, since: int) -> pl.DataFrame:
+    """Tokens of the experts of each layer: ``seq`` (the event after the call) ``group`` (one forward) ``layer expert tokens experts``.
+
+    ``expert`` -1: all together; -2: one of them, in order.
+    """
+    found = [call for call in log.routing if call.record >= since]
+    names = ("group", "layer", "expert", "tokens", "experts")
+    table = pl.DataFrame([tuple(getattr(call, name) for name in names) for call in found], schema={n: pl.String if n == "layer" else pl.Int64 for n in names}, orient="row")
+    seq = _before_event(log, placed, [c.record for c in found], [c.clock for c in found]) if found else np.zeros(0, np.int64)
+    return table.with_columns(pl.Series("seq", seq, dtype=pl.Int64)).select("seq", *names)
+
+
+def _caches(log: Log, placed: Placed, since: int) -> pl.DataFrame:
+    """What the KV caches held, and before which event.
 
     ``seq cache_id cache sequences tokens room_tokens layers size_bytes token_bytes padding_tokens``; null ``tokens``: not told while the device
     was at work; null ``padding_tokens``: no mask was seen.

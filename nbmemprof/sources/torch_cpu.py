@@ -93,6 +93,7 @@ class TorchCpu:
     def _observe(self) -> None:
         """Watch steps, modules and owners too."""
         seen = Observer(_optional.require("torch", feature="Recording CPU tensors"), "cpu", clock_ns=time.perf_counter_ns)
+        seen.ask_router = True  # on a CPU nobody has to wait
         try:
             seen.open()
             self._observer = seen
@@ -246,8 +247,7 @@ class _Window:
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.time / 1e3, self.end.time / 1e3)
         found = {"contexts": seen, "owners": _placing.owners(self.log, placed, "host", self.record), "marks": pl.concat([marks, spans])}
-        held = _placing.caches(self.log, placed, self.record)
-        return found | ({"caches": held} if held.height else {})
+        return found | _placing.tables(self.log, placed, self.record)
 
     def _failures(self, seq: np.ndarray[Any, Any]) -> pl.DataFrame:
         mine = np.flatnonzero(self.failed[self.shown])

@@ -29,7 +29,7 @@ from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["FLAGS", "Mark", "TorchHistory", "picture", "source", "unavailable"]
 
-FLAGS: list[Flag] = []
+FLAGS = [Flag("--experts", "read which expert of a mixture each router chose; waits for the device in each such layer", action="store_true", default=False)]
 
 _POLL_SECONDS = 0.05
 _FASTEST = 6e6  # entries a second, more than any thread can write: a short ring is looked at more often
@@ -102,9 +102,9 @@ class TorchHistory:
         self._sampler: DeviceSampler | None = None
 
     # ------------------------------------------------------------------ the protocol
-    def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, **_: Any) -> None:
+    def start(self, *, stacks: str = "python", ring_bytes: int = 512 << 20, cell: int | None = None, experts: bool = False, **_: Any) -> None:
         """Begin recording, or wait for CUDA to begin: no context is made for a cell that uses none."""
-        self._cuda = self._cuda or Cuda()
+        self._cuda, self._experts = self._cuda or Cuda(), experts
         self._stacks, self._cell = stacks, cell
         self._entries = max(ring_bytes // _ENTRY_BYTES.get(stacks, _ENTRY_BYTES["python"]), 1000)
         self._keep = min(max(ring_bytes // 4 // _KEPT_BYTES, 1000), 1_000_000)
@@ -208,6 +208,7 @@ class TorchHistory:
         try:
             self._observer = self._cuda.observer(notes=self._mode == "own")
             if self._observer is not None:
+                self._observer.ask_router = self._experts
                 self._observer.open()
         except Exception as error:  # the recording goes on without it
             self._notes.append(f"unknown: what the memory is for could not be watched ({type(error).__name__}: {error})")
@@ -404,8 +405,7 @@ class _Assembly:
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
         found = {"contexts": seen, "owners": _placing.owners(self.log, placed, since=self.since.record), "marks": pl.concat([marks, spans])}
-        held = _placing.caches(self.log, placed, self.since.record)
-        return found | ({"caches": held} if held.height else {})
+        return found | _placing.tables(self.log, placed, self.since.record)
 
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:
