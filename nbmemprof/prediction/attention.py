@@ -81,9 +81,9 @@ def run(torch: Any, gpu: GPU, version: str, record: Any, query: Any, key: Any, v
     kernel = choose(torch, gpu, version, query, key, value, mask, dropout, causal, gqa)
     record.kernels[kernel] = record.kernels.get(kernel, 0) + 1
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = _additive(torch, mask, query)
     if kernel == "math":
-        return aten._scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa)[0]
+        return _math(torch, query, key, value, mask, dropout, causal, scale, gqa)
     lse = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, lse, dropout, causal, False, scale=scale)[0]
@@ -99,6 +99,35 @@ def run(torch: Any, gpu: GPU, version: str, record: Any, query: Any, key: Any, v
             size = mask.shape[-1]
             mask = torch.nn.functional.pad(mask, (0, 8 - size % 8))[..., :size]
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, lse, dropout, causal, scale=scale)[0]
+
+
+def _additive(torch: Any, mask: Any, query: Any) -> Any:
+    """A mask of truth values as one that is added."""
+    nothing = torch.zeros((), dtype=query.dtype, device=query.device)
+    never = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
+    return torch.where(mask, nothing, never)
+
+
+def _math(torch: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Any:
+    """``_scaled_dot_product_attention_math``, which adds the mask out of place for fakes only."""
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.to(torch.float32), key.to(torch.float32), value.to(torch.float32)
+    factor = abs(scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
+    query = query * (-factor if scale is not None and scale < 0 else factor)
+    if causal:
+        mask = torch.ones((query.shape[-2], key.shape[-2]), dtype=torch.bool, device=query.device).tril()
+        mask = _additive(torch, mask, query)
+    if gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    scores = torch.ops.aten._safe_softmax(scores, -1)
+    if dropout > 0.0:
+        scores = torch.dropout(scores, dropout, train=True)
+    return torch.matmul(scores, value).to(dtype)
 
 
 def _padded(torch: Any, tensor: Any, to: int) -> Any:

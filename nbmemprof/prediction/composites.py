@@ -23,7 +23,14 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
         with recorder:
             return sdpa(*args, **kwargs)
 
+    def never(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError
+
     try:
+        # these have a composite kernel beside their CUDA one and would fall apart where there is no CUDA kernel; the fake mode answers before this one is reached
+        for name in ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward"):
+            if hasattr(torch.ops.aten, name) and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+                library.impl(name, never, "CUDA")
         library.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
         rules.before[torch.ops.aten.scaled_dot_product_attention.default] = in_recorder
         yield

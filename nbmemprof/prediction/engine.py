@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import composites, legal, patches, workspaces
+from nbmemprof.prediction import composites, kernels, legal, patches
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.memory import Memory
 from nbmemprof.prediction.recorder import Record, recorder_class
@@ -37,7 +37,7 @@ class Session:
             memory = Memory(self.gpu, self.record, self.limit_bytes)
             stack.enter_context(patches.patched(self.gpu, memory))
             rules = Rules(torch, self.gpu, self.version, self.record)
-            workspaces.install(torch, rules)
+            kernels.install(torch, rules)
             stack.enter_context(composites.registered(torch, rules, self.record))
             where = Where(torch, self.record)
             shadows = Shadows(torch, self.record)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.util
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -193,9 +196,39 @@ def _fakes(torch: Any, changes: Changes) -> None:
     changes.put(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, fake])
     changes.put(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, fake])
     changes.put(torch.nn.Module, "_apply", _apply(torch))
-    hugging = _optional.loaded("transformers.utils.import_utils")
-    if hugging is not None and hasattr(hugging, "is_fake_tensor"):
-        changes.put(hugging, "is_fake_tensor", lambda _tensor: False)
+    _when_imported("transformers.utils.import_utils", changes, lambda module: changes.put(module, "is_fake_tensor", lambda _tensor: False) if hasattr(module, "is_fake_tensor") else None)
+
+
+def _when_imported(name: str, changes: Changes, change: Callable[[Any], None]) -> None:
+    """Change a module now where it is loaded, else as soon as it is."""
+    module = _optional.loaded(name)
+    if module is not None:
+        change(module)
+        return
+
+    class Finder(importlib.abc.MetaPathFinder):
+        busy = False
+
+        def find_spec(self, fullname: str, _path: Any, _target: Any = None) -> Any:
+            if fullname != name or self.busy:
+                return None
+            self.busy = True
+            try:
+                spec = importlib.util.find_spec(fullname)
+            finally:
+                self.busy = False
+            if spec is None or spec.loader is None:
+                return None
+            run = spec.loader.exec_module
+
+            def execute(loaded: Any) -> None:
+                run(loaded)
+                change(loaded)
+
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+            return spec
+
+    changes.put(sys, "meta_path", [Finder(), *sys.meta_path])
 
 
 def _apply(torch: Any) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ def recorder_class(torch: Any) -> type:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     tensor_class = torch.Tensor
-    implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+    implicit, cuda = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CUDA
 
     class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Calls the operator, then looks at what is new."""
@@ -71,6 +71,8 @@ def recorder_class(torch: Any) -> type:
             self.live: dict[int, _Gone] = {}
             self.sizes: dict[int, int] = {}
             self.lock = threading.RLock()
+            self.node_of: dict[int, int | None] = {}  # allocation -> number of the node of the graph that made it
+            self.summed: tuple[int, int] | None = None  # a sum of gradients that was just made: (its allocation, that of the first)
             self._plans: dict[Any, int] = {}
             self.device = torch.device("cuda", 0)
 
@@ -99,6 +101,10 @@ def recorder_class(torch: Any) -> type:
             if not answered:
                 out = func(*args, **kwargs)
                 self.shadows.follow(func, args, kwargs, out)
+            emit = self.rules.emit.get(func)
+            if emit is not None:
+                emit(self, func, args, kwargs, out)
+                return out
             order = self.rules.order.get(func)
             self.note(func, out if order is None else order(out))
             after = self.rules.after.get(func)
@@ -114,7 +120,7 @@ def recorder_class(torch: Any) -> type:
             if func.namespace == "prim":
                 return _PLAIN
             has = torch._C._dispatch_has_kernel_for_dispatch_key
-            if has(func.name(), implicit) and func not in self.rules.before:
+            if has(func.name(), implicit) and not has(func.name(), cuda) and func not in self.rules.before:
                 return _DECOMPOSE
             return _PLAIN
 
@@ -161,6 +167,7 @@ def recorder_class(torch: Any) -> type:
             record = self.record
             index = len(record.made)
             layer, phase, step = self.where.now()
+            self.node_of[index] = self.where.node
             record.made.append(Allocation(nbytes, op.removeprefix("aten::"), layer, phase, step, category, evidence))
             self.sizes[index] = nbytes
             record.events.append(index)
@@ -176,8 +183,33 @@ def recorder_class(torch: Any) -> type:
             if nbytes > 0:
                 self.end(self.begin(nbytes, op, category, "operator"))
 
+        def made_in_this_node(self, tensor: Any) -> bool:
+            """Whether the node of the graph that is running made this storage itself."""
+            index = self.index_of(tensor)
+            return index is not None and self.node_of.get(index) == self.where.number()
+
+        def sum_in_place(self, new: int, old: int) -> None:
+            """A sum of two gradients: the engine does it in place where nobody else holds the first, which is then given back at once."""
+            self.summed = (new, old)
+
+        def _took_over(self, ref: _Gone) -> bool:
+            summed, self.summed = self.summed, None
+            events = self.record.events
+            if summed is None or summed[1] != ref.index or not events or events[-1] != summed[0]:
+                return False
+            for other in reversed(self.live.values()):
+                if other.index == summed[0]:
+                    events.pop()
+                    other.index = ref.index
+                    return True
+            return False
+
         def _gone(self, ref: _Gone) -> None:
             with self.lock:
+                if self.summed is not None and self._took_over(ref):
+                    if self.live.get(ref.key) is ref:
+                        del self.live[ref.key]
+                    return
                 if self.live.get(ref.key) is ref:
                     del self.live[ref.key]
                 self.end(ref.index)

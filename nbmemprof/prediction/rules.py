@@ -19,6 +19,8 @@ class Rules:
         Called instead of the operator with ``(recorder, func, args, kwargs)``; ``NotImplemented`` lets it run as it is.
     after
         Called with ``(recorder, func, args, kwargs, out)`` when its outputs are written down.
+    emit
+        Called with the same; writes the outputs down itself, among other requests.
     order
         From an output to the outputs in the order in which the device's kernel makes them.
     """
@@ -27,6 +29,7 @@ class Rules:
         self.torch, self.gpu, self.version, self.record = torch, gpu, version, record
         self.before: dict[Any, Callable[..., Any]] = {}
         self.after: dict[Any, Callable[..., Any]] = {}
+        self.emit: dict[Any, Callable[..., Any]] = {}
         self.order: dict[Any, Callable[[Any], Any]] = {}
         self.handles: set[bool] = set()  # cuBLAS handles made so far: False the caller's thread, True backward's
         self.light = False  # cublasLt's workspace is there

@@ -26,26 +26,31 @@ class Where:
         self._seq_layer: list[str | None] = [None]
         self._node = torch._C._current_autograd_node
         self._next = torch._C._autograd._get_sequence_nr
-        self._known_node: Any = None
-        self._known_layer: str | None = None
+        self.node: int | None = None  # number of the node in which the last ``now`` was asked
         self._owners: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> layer
         self.index_of: Any = lambda _tensor: None
 
     def now(self) -> tuple[str | None, str | None, int]:
         """Module path, phase and step of what is asked for now."""
+        self.node = None
         if self.optimizer:
             return None, "optimizer", self.step
         node = self._node()
         if node is not None:
             if self._stack:
                 return self._stack[-1], "recompute", self.step
-            return self._layer_of(node), "backward", self.step
+            self.node = node._sequence_nr()
+            return self._layer_of(self.node), "backward", self.step
         if self._stack:
             return self._stack[-1], "forward", self.step
         return None, None, self.step
 
-    def _layer_of(self, node: Any) -> str | None:
-        number = node._sequence_nr()
+    def number(self) -> int | None:
+        """Number of the node of the graph that is running; None outside of backward."""
+        node = self._node()
+        return None if node is None else node._sequence_nr()
+
+    def _layer_of(self, number: int) -> str | None:
         at = bisect.bisect_right(self._seq, number) - 1
         return self._seq_layer[at] if at >= 0 else None
 

@@ -1,0 +1,42 @@
+"""Workspaces of cuBLAS and cublasLt: they come with the first product and stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["install"]
+
+# cublasLt's, by torch version: measured on an H200 (2.11); _getCUDABlasLtWorkspaceSize in aten/src/ATen/cuda/CUDABlas.cpp
+LT_WORKSPACE = {"2.11": 1 << 20}
+
+
+def install(torch: Any, rules: Any) -> None:
+    """Follow every product."""
+    aten = torch.ops.aten
+    for op in (
+        aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default, aten.addbmm.default,
+        aten.addmm_.default, aten.baddbmm_.default, aten._addmm_activation.default,
+    ):  # fmt: skip
+        rules.after[op] = follow
+
+
+def follow(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
+    """Write the workspaces down where this is the first product of its kind: each thread has a handle of its own."""
+    if out.device.type != "cuda" or out.numel() == 0:
+        return
+    rules = recorder.rules
+    light = not rules.light and func._schema.name in ("aten::addmm", "aten::_addmm_activation") and args[0].dim() == 1
+    handle(recorder)
+    if light:
+        rules.light = True
+        recorder.begin(LT_WORKSPACE.get(rules.version, 1 << 20), "cublasLtCreate", "workspace", "operator")
+
+
+def handle(recorder: Any) -> None:
+    """The first use of cuBLAS in this thread makes a handle with its workspace."""
+    rules = recorder.rules
+    backward = recorder.where.in_backward
+    if backward not in rules.handles:
+        rules.handles.add(backward)
+        recorder.record.used.add("second_blas" if backward and len(rules.handles) > 1 else "blas")
+        recorder.begin(rules.gpu.cublas_workspace_bytes, "cublasCreate", "workspace", "operator")

@@ -1,0 +1,84 @@
+"""Losses and pointwise kernels with temporaries of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbmemprof.prediction.kernels import reduction
+
+__all__ = ["install"]
+
+
+def install(torch: Any, rules: Any) -> None:
+    """Follow them."""
+    aten = torch.ops.aten
+    rules.after[aten._softmax_backward_data.default] = _like_output
+    rules.order[aten.native_dropout.default] = lambda out: (out[1], out[0])  # the mask first
+    for op in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
+        rules.emit[op] = _reduced_loss
+    rules.emit[aten.logsumexp.default] = _logsumexp
+    rules.emit[aten.add.Tensor] = _sum
+    rules.after[aten._safe_softmax.default] = _safe_softmax
+
+
+def _like_output(recorder: Any, func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
+    recorder.temporary(out.untyped_storage().nbytes(), func._schema.name, "temporary")
+
+
+def _reduced_loss(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Every element's loss twice, its mean or sum last."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("reduction", 1) == 0:
+        recorder.note(func, out)
+        return
+    op, source = func._schema.name, args[0]
+    size = source.numel() * source.element_size()
+    loss = recorder.begin(size, op, "temporary", "operator")
+    again = recorder.begin(size, op, "temporary", "operator")
+    buffer, semaphores = reduction.buffer_bytes((source.numel(),), (1,), (0,), sms=recorder.rules.gpu.sms, acc_bytes=4)
+    if buffer:
+        held = recorder.begin(buffer, op, "workspace", "operator")
+        recorder.temporary(semaphores, op)
+        recorder.end(held)
+    recorder.end(again)
+    recorder.note(func, out)
+    recorder.end(loss)
+
+
+def _logsumexp(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Largest elements, where they are infinite, exponentials, their sums."""
+    op, source = func._schema.name, args[0]
+    recorder.note(func, out)
+    small = out.numel() * out.element_size()
+    largest = recorder.begin(small, op, "temporary", "operator")
+    dims = reduction._dims(func, args, kwargs, source.dim())
+    reduction.emit(recorder, source, dims, 4, op)
+    infinite = recorder.begin(out.numel(), op, "temporary", "operator")
+    recorder.end(infinite)
+    recorder.end(largest)
+    exponentials = recorder.begin(source.numel() * source.element_size(), op, "temporary", "operator")
+    sums = recorder.begin(small, op, "temporary", "operator")
+    reduction.emit(recorder, source, dims, 4, op)
+    recorder.end(exponentials)
+    recorder.end(sums)
+
+
+def _safe_softmax(recorder: Any, func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
+    """Which elements are masked, which rows are masked altogether, and what these become."""
+    op, count = func._schema.name, out.numel()
+    elements = recorder.begin(count, op, "temporary", "operator")
+    rows = recorder.begin(count // max(1, out.shape[-1]), op, "temporary", "operator")
+    recorder.temporary(out.element_size(), op, "temporary")
+    recorder.end(rows)
+    recorder.end(elements)
+
+
+def _sum(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """A sum in backward may be the engine's own, of two gradients of one tensor."""
+    recorder.note(func, out)
+    if kwargs or not recorder.where.in_backward or not hasattr(args[1], "shape") or args[0].shape != args[1].shape:
+        return
+    old, new = recorder.index_of(args[0]), recorder.index_of(out)
+    if old is not None and new is not None and recorder.node_of.get(old) != recorder.where.number():
+        recorder.sum_in_place(new, old)
