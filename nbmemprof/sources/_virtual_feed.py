@@ -32,6 +32,12 @@ class Feed:
         """Events of the device so far."""
         return int(self.device._model.m[M.AT]) // M.WORDS
 
+    @property
+    def behind(self) -> bool:
+        """Whether there are requests that were not taken in yet."""
+        hook = self._tracker._hook
+        return hook is not None and hook.count != self.at
+
     def begin(self) -> None:
         """Start a window: what was given back since the last one is given back here too."""
         hook = self._tracker._hook

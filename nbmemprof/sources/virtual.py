@@ -2,8 +2,10 @@
 
 Each request of a CPU tensor is put to the model of PyTorch's CUDA allocator (:class:`nbmemprof.allocator.Device`) as it comes, so
 that reserved memory, fragmentation and an out-of-memory error can be studied on any machine. A refusal is raised as
-``torch.OutOfMemoryError`` at the end of the very torch call that asked, in backward at the next node of the graph; what the
-call had made is dropped, what it had written in place stays written.
+``torch.OutOfMemoryError`` from the very operator that asked: from the call as it stands in the cell, or within a function of torch
+that is written in Python (``F.multi_head_attention_forward``) from the call in there. One place is later than on a GPU, as no
+code of ours may run within an operator: one that asks several times, and a node of backward, is refused at its end. Nothing
+is asked of the device in between. What the operator had made is dropped, what it had written in place stays written.
 
 The assumption, which every view says: a CPU kernel's requests are not a CUDA kernel's. Outputs and saved tensors
 are the same; workspaces, and what other kernels save, are not. Tensors count from the cell that made them under ``--as``;
@@ -18,6 +20,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -252,7 +256,7 @@ def _mode(torch: Any) -> Any:
             super().__init__()
             self.feed = feed
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func in backward:
                 handles = _watch_graph(self.feed, (args, kwargs))
@@ -261,6 +265,8 @@ def _mode(torch: Any) -> Any:
                 finally:
                     for handle in handles:
                         handle.remove()
+            elif isinstance(func, types.FunctionType) and sys.getprofile() is None:
+                result = _watched(self.feed, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
             self.feed.follow()
@@ -270,6 +276,35 @@ def _mode(torch: Any) -> Any:
             return result
 
     return VirtualDeviceMode
+
+
+def _watched(feed: Feed, func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of torch that is written in Python; a refusal is raised from the call in it that asked.
+
+    The mode is off within such a function. A profile function sees each of its calls end, and may raise there; a user's own keeps its place, and then the
+    refusal comes at the function's end. An operator written as ``a + b`` is no call: it is seen at the next one.
+    """
+    base = sys._getframe()
+
+    def look(frame: Any, _event: str, _arg: Any) -> None:
+        if feed.behind and not _ours(frame, base):
+            feed.follow()
+            feed.raise_refused()
+
+    sys.setprofile(look)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+
+
+def _ours(frame: Any, base: Any) -> bool:
+    """Whether the frame runs for the recorder, which is called within operators."""
+    while frame is not None and frame is not base:
+        if frame.f_globals.get("__name__", "").startswith("nbmemprof."):
+            return True
+        frame = frame.f_back
+    return frame is None
 
 
 def _eager() -> Any:
@@ -282,7 +317,7 @@ def _eager() -> Any:
 
 
 def _watch_graph(feed: Feed, given: Any) -> list[Any]:
-    """Let each node of the graph look for a refusal before it runs."""
+    """Let each node of the graph look for a refusal before it runs (of what sums gradients up between nodes) and after."""
 
     def look(*_: Any) -> None:
         feed.follow()
@@ -301,7 +336,7 @@ def _watch_graph(feed: Feed, given: Any) -> list[Any]:
     seen, handles = set(todo), []
     while todo:
         node = todo.pop()
-        handles.append(node.register_prehook(look))
+        handles += [node.register_prehook(look), node.register_hook(look)]
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import nbmemprof as mp
@@ -66,6 +68,45 @@ def test_fragmentation_refuses_what_would_fit_in_one_piece():
     assert row["free_bytes_in_list"] == 33 * MIB
     assert row["largest_free_bytes"] < 20 * MIB
     assert mp.replay(rec.capture).meta["verdict"]["exact"]
+
+
+def scratchy(like):
+    """A torch function written in Python, as torch's own are: it hands itself to the mode. Three requests of 16 MiB."""
+    if torch.overrides.has_torch_function((like,)):
+        return torch.overrides.handle_torch_function(scratchy, (like,), like)
+    done = [torch.ones(4 * MIB)]
+    done.append(torch.zeros(4 * MIB))  # refused
+    done.append(torch.full((4 * MIB,), 2.0))
+    return done
+
+
+@pytest.mark.cost(0.5)
+def test_within_a_torch_function_written_in_python_the_error_comes_from_the_call_that_asks():
+    before = sys.getprofile()
+    with mp.record(as_device="H200:40MiB") as rec:
+        like = torch.empty(4 * MIB)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            scratchy(like)
+        inner = [frame for frame in caught.traceback if frame.name == "scratchy"][-1]
+    assert str(inner.statement).endswith("# refused")
+    assert mp.oom(rec.capture).height == 1
+    assert not any("were not asked" in w for w in rec.capture.meta["warnings"])
+    assert sys.getprofile() is before
+
+
+@pytest.mark.cost(0.5)
+def test_attention_written_in_python_is_refused_inside_and_can_be_caught():
+    x = torch.ones(512, 16, 64)
+    layer = torch.nn.MultiheadAttention(64, 4)
+    with mp.record(as_device="H200:60MiB") as rec:
+        x = x + 1
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            layer(x, x, x, need_weights=True)
+        again = x + 1  # the cell goes on
+    assert again.numel()
+    assert caught.traceback[-1].path.name != "test_virtual.py"
+    assert "multi_head_attention_forward" in {frame.name for frame in caught.traceback}
+    assert mp.oom(rec.capture).height == 1
 
 
 def test_operators_after_a_refusal_inside_one_call_are_not_asked():
