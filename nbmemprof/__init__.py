@@ -44,6 +44,7 @@ _NAMES = {
     "tag": "tags",
     "phase": "tags",
     "holders": "holding",
+    "counters": "gpu.counters",
     "predict": "prediction.run",
     "max_batch": "searching.batch",
     "temporary": "patterns",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.comparing import compare as compare
     from nbmemprof.errors import NbmemprofError as NbmemprofError
     from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
+    from nbmemprof.gpu.counters import counters as counters
     from nbmemprof.holding import holders as holders
     from nbmemprof.memory_stats import stats as stats
     from nbmemprof.patterns import BufferPool as BufferPool

@@ -14,7 +14,8 @@ from nbmemprof.analyses.kernels import SECTOR_BYTES, ceiling_bytes_per_s
 
 __all__ = ["FAULTS", "START_US", "Work", "bounds_us", "mended", "predicted_us", "work_of"]
 
-FAULTS = ("loads", "stores", "shared", "local")  # what can be mended
+FAULTS = ("loads", "stores", "narrow", "shared", "local")  # what can be mended
+LINE_BYTES = 128  # what the L1 data stage moves in one wavefront
 START_US = 2.0  # an empty kernel's gpu__time_duration on an H200
 
 
@@ -59,9 +60,18 @@ def mended(row: Mapping[str, Any], faults: frozenset[str] | set[str]) -> Work | 
             if ways and waves:
                 work = replace(work, wavefronts=max(work.wavefronts - waves * (1 - 1 / ways), 0.0))
     if "local" in faults and row["local_bytes"]:
-        missed = 1.0 - (row["l1_hit_share"] or 0.0)
-        work = replace(work, l2_bytes=max(work.l2_bytes - row["local_bytes"] * missed, 0.0))
+        work = _without_local(work, row)
+    if "narrow" in faults:  # the same bytes by 16-byte accesses: full lines
+        moved = ((row["load_bytes"] or 0.0) + (row["store_bytes"] or 0.0)) / LINE_BYTES
+        work = replace(work, wavefronts=min(work.wavefronts, _shared(row) + moved))
     return work
+
+
+def _without_local(work: Work, row: Mapping[str, Any]) -> Work:
+    """Local memory gone: what is left for L2 and DRAM is what global accesses touch."""
+    loads, stores = ((row[f"{what}_sectors"] or 0.0) * SECTOR_BYTES for what in ("load", "store"))
+    waves = row["local_bytes"] / LINE_BYTES
+    return Work(min(work.dram_read, loads), min(work.dram_write, stores), min(work.l2_bytes, loads + stores), max(work.wavefronts - waves, 0.0))
 
 
 def _shared(row: Mapping[str, Any]) -> float:

@@ -21,6 +21,8 @@ _SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 _WASTE = 1.1  # sectors over ideal, wavefronts over ideal: below it is not worth a line
 _NEAR = 0.85  # of the ceiling: then access is as good as it gets
+_NARROW_BYTES = 64  # a warp's access: 32 lanes of 2 bytes
+_BUSY = 0.7  # of the ceiling: then narrow accesses are no matter
 _STALLED = 4.0  # warps waiting for memory each time one instruction is issued
 _SMALL = 0.01  # share of all kernels' time below which a kernel is left out
 
@@ -124,6 +126,19 @@ def _conflicts(row: Mapping[str, Any]) -> Iterator[_Said]:
     )
 
 
+def _narrow(row: Mapping[str, Any]) -> Iterator[_Said]:
+    requests = (row["load_requests"] or 0.0) + (row["store_requests"] or 0.0)
+    moved = (row["load_bytes"] or 0.0) + (row["store_bytes"] or 0.0)
+    if not requests or not moved or moved / requests > _NARROW_BYTES or (row["ceiling_share"] or 1.0) > _BUSY:
+        return
+    yield _Said(
+        "narrow_accesses",
+        f"a warp's access moves {_number(moved / requests)} bytes on average, of 512 that it could, and the kernel reaches {row['ceiling_share']:.0%} of the bandwidth".replace("%", " %"),
+        "Let each thread read and write 4 or 16 neighbouring bytes at once (uchar4, float4).",
+        "narrow",
+    )
+
+
 def _spills(row: Mapping[str, Any]) -> Iterator[_Said]:
     if row["local_bytes"]:
         yield _Said(
@@ -160,7 +175,7 @@ def _at_ceiling(row: Mapping[str, Any]) -> Iterator[_Said]:
         )
 
 
-_RULES = (_scattered("load", "read"), _scattered("store", "write"), _conflicts, _spills, _host, _latency, _at_ceiling)
+_RULES = (_scattered("load", "read"), _scattered("store", "write"), _narrow, _conflicts, _spills, _host, _latency, _at_ceiling)
 
 
 def _number(value: float) -> str:

@@ -48,21 +48,26 @@ def find() -> str:
     raise NotRecording("how='ncu' needs Nsight Compute, and no ncu was found (PATH, CUDA_HOME, /usr/local/cuda*/bin). It comes with the CUDA toolkit; how='cupti' needs none.")
 
 
-def command(ncu: str, report: Path, metrics: Sequence[str], program: Sequence[str], *, bracketed: bool) -> list[str]:
-    """The line that counts a program: clocks left alone, cold caches, lines wanted.
+def command(ncu: str, report: Path, metrics: Sequence[str], program: Sequence[str], *, bracketed: bool, lines: bool = True, cold: bool = False) -> list[str]:
+    """The line that counts a program: the GPU's clocks are left alone, its caches too unless ``cold``.
 
     Parameters
     ----------
     bracketed
         Whether the program starts and stops the profiler itself (``cuProfilerStart``).
+    lines
+        Whether the excess of every source line is wanted: more passes.
+    cold
+        Whether the caches are flushed before every pass.
     """
+    source = ["--section", "SourceCounters", "--import-source", "yes"] if lines else []
     return [
-        ncu, "--clock-control", "none", "--target-processes", "all", "--profile-from-start", "off" if bracketed else "on", "-f", "-o", str(report),
-        "--metrics", ",".join(metrics), "--section", "SourceCounters", "--import-source", "yes", *program,
+        ncu, "--clock-control", "none", "--cache-control", "all" if cold else "none", "--target-processes", "all", "--profile-from-start", "off" if bracketed else "on", "-f", "-o", str(report),
+        "--metrics", ",".join(metrics), *source, *program,
     ]  # fmt: skip
 
 
-def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, metrics: str | Sequence[str], timeout_s: float) -> Capture:
+def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, metrics: str | Sequence[str], timeout_s: float, lines: bool = True, cold: bool = False) -> Capture:
     """Count a function, or a script by its path, in a child process.
 
     Raises
@@ -78,15 +83,16 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
         script = isinstance(target, (str, Path))
         program = [sys.executable, str(target), *map(str, args)] if script else [sys.executable, "-m", "nbmemprof.gpu._ncu_child", str(_packed(target, args, place))]
         began = time.perf_counter()
-        said = _run(command(ncu, report, wanted, program, bracketed=not script), timeout_s, env=_environment(place))
+        said = _run(command(ncu, report, wanted, program, bracketed=not script, lines=lines, cold=cold), timeout_s, env=_environment(place))
         ran_s = time.perf_counter() - began
         full = report.with_suffix(".ncu-rep")
         if not full.is_file():
             raise NotRecording(_why_nothing(said))
-        pages = {page: _run([ncu, "--import", str(full), "--csv", "--page", page, "--print-units", "base", *extra], timeout_s) for page, extra in (("raw", ()), ("source", ("--print-source", "cuda,sass")))}
-        rows, launches, device = _ncu_pages.kernels(pages["raw"], wanted)
+        page = [ncu, "--import", str(full), "--csv", "--print-units", "base", "--page"]
+        rows, launches, device = _ncu_pages.kernels(_run([*page, "raw"], timeout_s), wanted)
         made = tables(rows, launches, device=0, began=began)
-        made[LINES] = _ncu_pages.lines(pages["source"], [launch.name for launch in launches], place)
+        if lines:
+            made[LINES] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), [launch.name for launch in launches], place)
     told = {
         "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
         "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,
