@@ -125,7 +125,8 @@ def arrays() -> Arrays:
 
     module = cupy.RawModule(code=SOURCE, options=("-std=c++17", "-lineinfo"))
     big = cupy.random.default_rng(5).random(8 * N, dtype=cupy.float32)
-    shuffled = cupy.random.default_rng(6).permutation(N).astype(cupy.uint32)
+    cupy.random.seed(6)
+    shuffled = cupy.random.permutation(N).astype(cupy.uint32)
     return Arrays(module, big, cupy.zeros(8 * N, dtype=cupy.float32), shuffled, cupy.arange(N, dtype=cupy.uint32))
 
 
