@@ -29,6 +29,7 @@ __all__ = [
     "cell_help",
     "describe",
     "existing_path",
+    "folder_path",
     "identifier",
     "line_help",
     "modules",
@@ -204,6 +205,15 @@ def capture_path(text: str) -> Path:
     return path
 
 
+def folder_path(text: str) -> Path:
+    """A folder that is there or can be made."""
+    path = Path(text).expanduser()
+    there = next((above for above in (path, *path.parents) if above.exists()), path)
+    if not there.is_dir():
+        raise FlagError(f"{str(there)!r} is a file. Name a folder.")
+    return path
+
+
 def existing_path(text: str) -> Path:
     """A file or folder that is there."""
     path = Path(text).expanduser()
@@ -231,6 +241,7 @@ BASE = (
     Flag("--stacks", "frames kept for each allocation", choices=("python", "none", "all"), default="python"),
     Flag("--out", "bind the capture to this name too (_memprof always has the last)", type=identifier, metavar="NAME"),
     Flag("--save", "save it after the cell: .nbmem, .html, or a folder of Parquet; replaces what is there", type=capture_path, metavar="FILE"),
+    Flag("--history", "add it to this folder of yours, as Parquet; mp.open_run(FOLDER) lists the runs", type=folder_path, metavar="FOLDER"),
     Flag("--view", "what is shown after the cell", choices=view_names, default="first", metavar="VIEW"),
     Flag(("-q", "--quiet"), "show nothing, only bind _memprof", action="store_true", default=False),
 )

@@ -184,6 +184,13 @@ class Magics:
                 _say(save.write(capture, args.save))
             except (OSError, errors.NbmemprofError) as error:
                 _say(f"memprof: not saved to {args.save}: {error}. The capture is in _memprof; try %memprof save FILE.", sys.stderr)
+        if args.history:
+            from nbmemprof import history
+
+            try:
+                _say(f"added to the history: {history.keep(capture, args.history)}")
+            except (OSError, errors.NbmemprofError) as error:
+                _say(f"memprof: not added to the history: {error}. The capture is in _memprof.", sys.stderr)
         if not args.quiet:
             present(capture, args.view)
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import aclosing
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -52,7 +53,9 @@ class Recording:
     Use it as a context manager, through :func:`record`.
     """
 
-    def __init__(self, source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, **options: Any) -> None:
+    def __init__(self, source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, history: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        if isinstance(source, str):
+            sources.check_options(options)
         if words := options.pop("as_device", None) or options.pop("as", None):  # the latter is how the magic's line says it
             source = _virtual(source, words)
         if isinstance(source, str):
@@ -64,6 +67,7 @@ class Recording:
             raise NbmemprofError(f"stacks can't be {stacks!r}. It is one of: {', '.join(STACKS)}.")
         self.source, self.title, self.cell = source, title, options.get("cell")
         self.options = {"stacks": stacks, "ring_bytes": parse_bytes(ring_bytes), **options}
+        self.history = Path(history).expanduser() if history is not None else None
         self.capture: Capture | None = None
         self.warnings: list[str] = []
         self._recorder: _Recorder | None = None
@@ -115,7 +119,19 @@ class Recording:
             self.capture = self._label(capture, end)
             for companion in self._beside:
                 companion.attach(self.capture, self._began)
+            self._keep(self.capture)
         return self.capture
+
+    def _keep(self, capture: Capture) -> None:
+        """Add the run to the user's history; what a full disk does to it must not reach the cell."""
+        if self.history is None or capture.meta.get("source") == "none":
+            return
+        from nbmemprof import history
+
+        try:
+            history.keep(capture, self.history)
+        except Exception as error:
+            capture.meta["warnings"].append(f"not added to the history: {error or type(error).__name__}")
 
     def discard(self) -> None:
         """Close the window without making a capture."""
@@ -235,7 +251,7 @@ class Recording:
         return capture
 
 
-def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, **options: Any) -> Recording:
+def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | str = RING_BYTES, title: str | None = None, history: str | os.PathLike[str] | None = None, **options: Any) -> Recording:
     """Record memory in a ``with`` block; the library form of ``%%memprof``.
 
     Parameters
@@ -249,6 +265,8 @@ def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | st
         Bound of the history kept while recording; bytes or text like ``"512MiB"``.
     title
         A short name for the capture.
+    history
+        A folder of yours that the capture is added to, as Parquet; ``mp.open_run(folder)`` lists them, ``mp.diff`` compares them. None: nothing is written.
     options
         ``as_device="H200:8GiB"`` puts CPU tensors on a modelled GPU (see :mod:`nbmemprof.sources.virtual`); others go to the source.
 
@@ -262,7 +280,7 @@ def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | st
         For a source or option that does not exist. A source that can't record here raises nothing: the block runs
         and the capture's warnings say why.
     """
-    return Recording(source, stacks=stacks, ring_bytes=ring_bytes, title=title, **options)
+    return Recording(source, stacks=stacks, ring_bytes=ring_bytes, title=title, history=history, **options)
 
 
 # ---------------------------------------------------------------------- which source

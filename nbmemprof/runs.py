@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import time
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from nbmemprof import schema
+from nbmemprof import history, schema
 from nbmemprof.capture import Capture, load
 from nbmemprof.errors import InputRefused, NbmemprofError
 from nbmemprof.units import format_bytes, format_count
@@ -22,10 +20,6 @@ from nbmemprof.watching.trend import judge
 
 __all__ = ["Run", "open_run"]
 
-_RUNS = {
-    "name": pl.String, "title": pl.String, "kind": pl.String, "started": pl.String, "seconds": pl.Float64, "peak_bytes": pl.Int64, "end_bytes": pl.Int64,
-    "steps": pl.Float64, "alarms": pl.Int64, "end": pl.String, "origin": pl.String,
-}  # fmt: skip
 _TREND = {
     "device": pl.Int64, "rank": pl.Int64, "series": pl.String, "verdict": pl.String, "per": pl.String, "slope_bytes": pl.Float64, "slope_low_bytes": pl.Float64, "slope_high_bytes": pl.Float64,
     "slope_bytes_per_s": pl.Float64, "level_bytes": pl.Float64, "growth_bytes": pl.Float64, "limit_bytes": pl.Float64, "lead_s": pl.Float64, "steps": pl.Float64, "seconds": pl.Float64, "origin": pl.String,
@@ -36,7 +30,7 @@ _UNITS = {"live_blocks": "blocks", "ooms": "times", "retries": "times", "steps":
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
-    """Open a folder of runs: what :func:`mp.watch` wrote, and captures saved into it (Parquet folders, ``.nbmem``, snapshots).
+    """Open a folder of runs: what :func:`mp.watch` and ``mp.record(history=folder)`` wrote, and captures saved into it (Parquet folders, ``.nbmem``, snapshots).
 
     Works while the watch runs and after ``kill -9``; nothing in the files is run. Opened again it is newer.
 
@@ -51,7 +45,7 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise InputRefused(f"{path} is not a folder. Give the folder that mp.watch(folder) or cap.to_parquet(folder/name) wrote.")
+        raise InputRefused(f"{path} is not a folder. Give the folder that mp.watch(folder), mp.record(history=folder) or cap.to_parquet(folder/name) wrote.")
     return Run(path)
 
 
@@ -72,8 +66,8 @@ class Run:
         Bytes are of the first device in use, else of the host. ``end``: "running", "stopped", or "killed" (it ended without a word).
         """
         rows = [process.row() for process in self._stories]
-        rows += [_listed(path) for path in _captures(self.folder)]
-        return pl.DataFrame(rows, schema=_RUNS, orient="row").sort("started", "name", nulls_last=True)
+        rows += history.listed(self.folder)
+        return pl.DataFrame(rows, schema=history.RUNS, orient="row").sort("started", "name", nulls_last=True)
 
     @cached_property
     def alarms(self) -> pl.DataFrame:
@@ -104,7 +98,7 @@ class Run:
         In a folder without a watch, the newest capture.
         """
         if not self._stories:
-            found = _captures(self.folder)
+            found = history.captures(self.folder)
             if not found:
                 raise InputRefused(f"{self.folder} has neither a watch nor a capture. Write one with mp.watch(folder) or cap.to_parquet(folder/name).")
             return load(max(found, key=lambda path: path.stat().st_mtime))
@@ -121,20 +115,14 @@ class Run:
 
     def load(self, name: str) -> Capture:
         """A capture of this folder by its ``name`` in ``runs``."""
-        found = {path.name: path for path in _captures(self.folder)}
+        found = {path.name: path for path in history.captures(self.folder)}
         if name not in found:
             raise NbmemprofError(f"{self.folder} has no capture {name!r}. It has: {', '.join(sorted(found)) or 'none'}.")
         return load(found[name])
 
     def add(self, capture: Capture, name: str | None = None) -> Path:
         """Keep a capture in this folder as Parquet; returns where. The name is the time and its title by default."""
-        wanted = name or f"{time.strftime('%Y%m%dT%H%M%S')}-{capture.meta.get('title') or 'run'}"
-        words = re.sub(r"[^\w.-]+", "-", wanted).strip("-.") or "run"
-        target = self.folder / words
-        number = 2
-        while target.exists():
-            target, number = self.folder / f"{words}-{number}", number + 1
-        capture.to_parquet(target)
+        target = history.keep(capture, self.folder, name)
         self.__dict__.pop("runs", None)
         return target
 
@@ -219,7 +207,7 @@ class Run:
     # ------------------------------------------------------------------ what a person sees
     def text(self) -> str:
         """What is known, in sentences."""
-        lines = [f"{self.folder}: {format_count(len(self._stories))} processes watched, {format_count(len(_captures(self.folder)))} captures saved"]
+        lines = [f"{self.folder}: {format_count(len(self._stories))} processes watched, {format_count(len(history.captures(self.folder)))} captures saved"]
         if self._stories:
             last = self._stories[-1]
             row = last.row()
@@ -243,31 +231,3 @@ class Run:
 
 def _ordinal(device: str) -> int | None:
     return int(device) if str(device).isdigit() else None
-
-
-# ---------------------------------------------------------------------- captures in a folder
-def _captures(folder: Path) -> list[Path]:
-    """Captures saved into a folder; the folder itself where it is one."""
-    if (folder / "meta.json").is_file():
-        return [folder]
-    found = [path for path in folder.iterdir() if (path.is_dir() and (path / "meta.json").is_file()) or (path.is_file() and path.suffix in (".nbmem", ".pickle", ".pkl"))]
-    return sorted(found)
-
-
-def _listed(path: Path) -> dict[str, Any]:
-    """The row of a capture; one that can't be read says why in ``end``."""
-    empty: dict[str, Any] = dict.fromkeys(_RUNS) | {"name": path.name, "kind": "capture"}
-    try:
-        capture = load(path)
-        from nbmemprof.analyses.summary import summary
-
-        rows = summary(capture)
-    except NbmemprofError as error:
-        return empty | {"end": f"not readable: {error}"[:200]}
-    meta = capture.meta
-    first = rows.sort("device", nulls_last=True).row(0, named=True) if rows.height else {}
-    duration = meta.get("duration_us")
-    return empty | {
-        "title": meta.get("title"), "kind": "capture", "started": meta.get("started"), "seconds": duration / 1e6 if duration is not None else None,
-        "peak_bytes": first.get("peak_allocated_bytes"), "end_bytes": first.get("end_allocated_bytes"), "end": "whole", "origin": meta.get("origin"),
-    }  # fmt: skip

@@ -40,14 +40,15 @@ ALLOWED = {
     "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
     "views": GROUND | {"access", "allocator", "analyses", "views"},
     "memory_stats": {"errors", "units", "_optional", "schema"},
-    "recording": GROUND | {"sources", "flags"},
+    "history": {"errors", "capture", "analyses"},
+    "recording": GROUND | {"sources", "flags", "history"},
     "holding": GROUND | {"holding", "sources", "analyses"},
     "patterns": GROUND | {"recording", "analyses"},
     "watching": GROUND | {"watching", "recording", "analyses"},
-    "runs": GROUND | {"watching", "analyses"},
+    "runs": GROUND | {"watching", "analyses", "history"},
     "comparing": GROUND | {"recording", "analyses"},
     "verbs": GROUND | {"verbs", "access", "allocator", "gpu", "prediction", "searching", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
-    "magics": GROUND | {"gpu", "prediction", "holding", "sources", "analyses", "views", "verbs", "flags", "memory_stats", "recording"},
+    "magics": GROUND | {"gpu", "prediction", "holding", "sources", "analyses", "views", "verbs", "flags", "history", "memory_stats", "recording"},
 }
 # A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
 LAZY_UP = {
@@ -56,6 +57,10 @@ LAZY_UP = {
     ("nbmemprof.capture", "nbmemprof.sources.torch_snapshot"),
     ("nbmemprof.capture", "nbmemprof.views.first"),
     ("nbmemprof.capture", "nbmemprof.views.report"),
+    ("nbmemprof.access._warp", "nbmemprof.views.warp"),
+    ("nbmemprof.access._trace", "nbmemprof.views.warp"),
+    ("nbmemprof.gpu.probes._frame", "nbmemprof.views.probes"),
+    ("nbmemprof.gpu.probes._frame", "nbmemprof.views.charts.probes"),
     ("nbmemprof.searching.result", "nbmemprof.views.max_batch"),
     ("nbmemprof.analyses.fragmentation", "nbmemprof.recording"),  # fragmentation() without a capture takes a picture now
 }

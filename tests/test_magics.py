@@ -1,6 +1,7 @@
 """In a real shell: the cell under the magic is a plain cell, its report comes once, and unloading leaves nothing."""
 
 import asyncio
+import re
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
+import nbmemprof as mp
 from nbmemprof import magics, schema, sources
 from nbmemprof.capture import Capture
 from nbmemprof.recording import _recorders
@@ -262,6 +264,17 @@ def test_the_same_flags_save(shell, tmp_path):
     assert "replaced" in shown
     run(shell, f"%memprof save {tmp_path}/tables")
     assert (tmp_path / "tables" / "events.parquet").exists()
+
+
+def test_a_cell_adds_itself_to_a_history(shell, tmp_path):
+    _, shown = run(shell, f"%%memprof -q --history '{tmp_path}/my runs'\ntape_.events.append(7)")
+    assert "added to the history" in shown
+    rows = mp.open_run(tmp_path / "my runs").runs
+    assert rows.select("kind", "end", "peak_bytes").rows() == [("capture", "whole", 7)]
+    assert re.search(r"-In\d+$", rows["name"][0])
+    (tmp_path / "file").write_text("")
+    _, shown = run(shell, f"%%memprof -q --history {tmp_path}/file\n1")
+    assert "is a file. Name a folder" in shown
 
 
 def test_a_save_that_fails_keeps_the_report(shell, tmp_path, monkeypatch):

@@ -254,6 +254,35 @@ def shelf(monkeypatch, tmp_path):
     return SimpleNamespace(tapes=tapes, reasons=reasons, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stack": "none"}, r"no option 'stack'\. Did you mean 'stacks'\? It takes: .*ring_bytes.*attribution"),
+        ({"historie": "runs"}, "Did you mean 'history'"),
+        ({"as_device": "H200:8GiB", "what": 1}, r"no option 'what'\. It takes"),
+    ],
+)
+def test_an_option_that_no_source_takes_is_refused(options, text):
+    with pytest.raises(NbmemprofError, match=text):
+        mp.record(**options)
+    with pytest.raises(NbmemprofError, match=text):
+        mp.profile(**options)(len)
+
+
+def test_a_source_of_the_users_takes_any_option():
+    class Mine:
+        def start(self, **options):
+            self.options = options
+
+        def stop(self):
+            return Capture.build({}, source="mine")
+
+    source = Mine()
+    with mp.record(source, colour="blue"):
+        pass
+    assert source.options["colour"] == "blue"
+
+
 def test_auto_takes_the_first_that_can_record(shelf):
     import torch
 

@@ -10,7 +10,7 @@ import pytest
 from strategies import Allocator, capture, frames
 
 import nbmemprof as mp
-from nbmemprof import heap
+from nbmemprof import heap, history
 from nbmemprof.__main__ import main
 from nbmemprof.watching import store
 
@@ -50,6 +50,51 @@ def test_a_history_lists_its_runs_and_opens_them(tmp_path):
     assert main(["diff", str(tmp_path / "a"), str(tmp_path), "--fail-above", "10%"]) == 1
     with pytest.raises(mp.NbmemprofError, match="It has: .*a"):
         mp.open_run(tmp_path).load("b")
+
+
+@pytest.mark.cost(1)
+def test_a_recording_adds_itself_to_a_history_that_is_asked_for(tmp_path, monkeypatch):
+    import torch
+
+    folder, kept = tmp_path / "made" / "history", []
+    for size in (4, 6):
+        with mp.record("torch_cpu", history=folder, title=f"batch {size}"):
+            kept.append(torch.empty(size * MIB, dtype=torch.uint8))
+    with mp.record("torch_cpu"):
+        kept.append(torch.empty(MIB, dtype=torch.uint8))
+
+    @mp.profile(source="torch_cpu", history=folder)
+    def step():
+        return torch.empty(MIB, dtype=torch.uint8)
+
+    step()
+    run = mp.open_run(folder)
+    assert sorted(run.runs["title"]) == ["batch 4", "batch 6", step.__qualname__]
+    names = dict(run.runs.select("title", "name").iter_rows())
+    change = mp.diff(folder / names["batch 4"], run.load(names["batch 6"]))
+    assert change.filter(pl.col("change_bytes") != 0)["change_bytes"].sum() >= 2 * MIB
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with mp.record("torch_cpu", history="file") as window:
+        pass
+    assert any(text.startswith("not added to the history: file can't take a run") for text in window.capture.meta["warnings"])
+
+
+def test_a_long_history_is_opened_once_a_run(tmp_path, monkeypatch):
+    run = mp.open_run(tmp_path)
+    for number in range(3):
+        run.add(saved(1 + number, "x", f"2026-01-0{1 + number}T10:00:00"), f"r{number}")
+    first = mp.open_run(tmp_path).runs
+    opened = []
+    monkeypatch.setattr(history, "load", lambda path: opened.append(path.name) or mp.load(path))
+    assert mp.open_run(tmp_path).runs.equals(first)
+    assert opened == []
+    run.add(saved(9, "x", "2026-01-09T10:00:00"), "r9")
+    saved(7, "x", "2026-01-07T10:00:00").to_parquet(tmp_path / "r1")
+    assert mp.open_run(tmp_path).runs["peak_bytes"].to_list() == [MIB, 3 * MIB, 7 * MIB, 9 * MIB]
+    assert sorted(opened) == ["r1", "r9"], "the new one, and the one that was written over"
+    (tmp_path / ".runs.json").write_text('{"r0": 3')
+    assert mp.open_run(tmp_path).runs.height == 4
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path):

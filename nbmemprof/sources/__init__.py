@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 
-__all__ = ["Companion", "Source", "available", "companions", "find", "leave", "names", "recorders"]
+__all__ = ["Companion", "Source", "available", "check_options", "companions", "find", "leave", "names", "recorders"]
 
 
 @runtime_checkable
@@ -93,6 +95,25 @@ def find(name: str) -> ModuleType:
         known = ["auto", *found]
         raise NbmemprofError(f"There is no source {name!r}.{flags.near(name, known)} Use one of: {', '.join(known)}; or pass an object with start() and stop().")
     return found[name]
+
+
+def check_options(given: Iterable[str]) -> None:
+    """Refuse an option that no source of ours takes: those of their flags, and of their ``start``.
+
+    Raises
+    ------
+    NbmemprofError
+        Names the option, the nearest and all that exist.
+    """
+    from nbmemprof import flags
+
+    names = set(given) - {"cell", "as_device"}
+    known = {flag.dest for module in flags.modules("sources").values() for flag in getattr(module, "FLAGS", ())} if names else set()
+    if names - known:
+        known |= {p.name for module in recorders().values() for p in inspect.signature(module.source().start).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for name in sorted(names - known):
+        takes = ["source", "stacks", "ring_bytes", "title", "history", "as_device", *sorted(known - {"as", "cell", "stacks", "ring_bytes"})]
+        raise NbmemprofError(f"A recording has no option {name!r}.{flags.near(name, takes)} It takes: {', '.join(takes)}; or pass a source of your own, which may take any.")
 
 
 def available() -> dict[str, str | None]:
