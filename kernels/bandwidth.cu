@@ -6,7 +6,7 @@
 //         UNROLL   elements that a thread has in flight at once (4)
 //         STREAM   1: loads and stores marked as used once (ld.global.cs, st.global.cs) (0)
 // Arrays hold n elements of WIDTH bytes, aligned to WIDTH, not overlapping.
-// read keeps its result, the exclusive or of what a thread read, where keep is set or it happens to equal needle: sums has a word a thread of the launch.
+// read keeps its result, the sum (modulo 2^32) of the words that a thread read, where keep is set or it happens to equal needle: sums has a word a thread of the launch.
 // scale, add and triad compute in float, each operation rounded by itself (no fused multiply-add), so that NumPy gives the same bits.
 
 #ifndef WIDTH
@@ -49,8 +49,8 @@ template <typename T> __device__ __forceinline__ void put(T* at, T value) {
 }
 
 __device__ __forceinline__ unsigned int folded(unsigned int a) { return a; }
-__device__ __forceinline__ unsigned int folded(uint2 a) { return a.x ^ a.y; }
-__device__ __forceinline__ unsigned int folded(uint4 a) { return a.x ^ a.y ^ a.z ^ a.w; }
+__device__ __forceinline__ unsigned int folded(uint2 a) { return a.x + a.y; }
+__device__ __forceinline__ unsigned int folded(uint4 a) { return a.x + a.y + a.z + a.w; }
 
 __device__ __forceinline__ float scaled(float s, float a) { return __fmul_rn(s, a); }
 __device__ __forceinline__ float2 scaled(float s, float2 a) { return make_float2(scaled(s, a.x), scaled(s, a.y)); }
@@ -89,9 +89,9 @@ extern "C" __global__ void read(const Bits* __restrict__ in, unsigned int* __res
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) v[k] = take(in + first + (Count)k * blockDim.x);
 #pragma unroll
-            for (int k = 0; k < UNROLL; ++k) all ^= folded(v[k]);
+            for (int k = 0; k < UNROLL; ++k) all += folded(v[k]);
         },
-        [&](Count i) { all ^= folded(take(in + i)); });
+        [&](Count i) { all += folded(take(in + i)); });
     if (keep || all == needle) sums[(Count)blockIdx.x * blockDim.x + threadIdx.x] = all;
 }
 

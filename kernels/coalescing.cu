@@ -1,7 +1,7 @@
 // What scattered reads cost: strides, offsets, structures of arrays against arrays of structures, gather.
 //
 // Launch: any number of blocks of any number of threads, one dimension; no shared memory. Threads take every (gridDim.x * blockDim.x)-th element.
-// Words are 4 bytes. A thread keeps the exclusive or of what it read where keep is set or it happens to equal needle; sums has a word a thread.
+// Words are 4 bytes. A thread keeps the sum (modulo 2^32) of what it read where keep is set or it happens to equal needle; sums has a word a thread.
 
 typedef unsigned long long Count;
 
@@ -15,7 +15,7 @@ typedef unsigned long long Count;
 extern "C" __global__ void strided(const unsigned int* __restrict__ in, unsigned int* __restrict__ sums, Count n, Count stride, Count offset, unsigned int needle, int keep) {
     unsigned int all = 0;
 #pragma unroll 4
-    EACH(i, n) all ^= __ldg(in + i * stride + offset);
+    EACH(i, n) all += __ldg(in + i * stride + offset);
     KEEP(all);
 }
 
@@ -25,7 +25,7 @@ extern "C" __global__ void structures(
     unsigned int all = 0;
     EACH(i, n) {
 #pragma unroll 4
-        for (int f = 0; f < fields; ++f) all ^= __ldg(in + i * per_structure + f * per_field);
+        for (int f = 0; f < fields; ++f) all += __ldg(in + i * per_structure + f * per_field);
     }
     KEEP(all);
 }
@@ -36,7 +36,7 @@ extern "C" __global__ void structures_wide(const uint4* __restrict__ in, unsigne
 #pragma unroll 4
     EACH(i, n) {
         uint4 v = __ldg(in + i);
-        all ^= v.x ^ v.y ^ v.z ^ v.w;
+        all += v.x + v.y + v.z + v.w;
     }
     KEEP(all);
 }
@@ -45,6 +45,6 @@ extern "C" __global__ void structures_wide(const uint4* __restrict__ in, unsigne
 extern "C" __global__ void gather(const unsigned int* __restrict__ in, const unsigned int* __restrict__ places, unsigned int* __restrict__ sums, Count n, unsigned int needle, int keep) {
     unsigned int all = 0;
 #pragma unroll 4
-    EACH(i, n) all ^= __ldg(in + __ldg(places + i));
+    EACH(i, n) all += __ldg(in + __ldg(places + i));
     KEEP(all);
 }

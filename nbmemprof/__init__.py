@@ -53,7 +53,7 @@ _NAMES = {
     "BufferPool": "patterns",
 }
 # public module -> where it lives
-_MODULES = {"allocator": "allocator"}
+_MODULES = {"access": "access", "allocator": "allocator"}
 
 __all__ = ["__version__", *sorted(_NAMES), *_MODULES]
 
@@ -88,6 +88,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 if TYPE_CHECKING:  # "as": a type checker counts these as public names
+    from nbmemprof import access as access
     from nbmemprof import allocator as allocator
     from nbmemprof.allocator.replay import replay as replay
     from nbmemprof.allocator.what_if import what_if as what_if

@@ -29,7 +29,7 @@ ALLOWED = {
     "_jit": {"errors", "_optional"},
     "_cells": {"_optional"},
     "_torch_import": {"errors", "_optional"},
-    "access": {"errors", "units", "_optional"},  # the warp model: no GPU, no capture
+    "access": {"errors", "units", "_optional", "access"},  # the warp model: no GPU, no capture
     "gpu": GROUND | {"access", "gpu", "analyses"},  # counters come home as a capture, and are read by an analysis
     "prediction": GROUND | {"allocator", "prediction", "analyses"},
     "searching": GROUND | {"allocator", "prediction", "analyses", "recording", "sources", "searching"},

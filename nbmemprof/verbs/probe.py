@@ -1,0 +1,30 @@
+"""``%memprof probe NAME``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from nbmemprof.flags import Flag
+
+NAME = "probe"
+HELP = "What this card's memory can do, measured by small kernels; without a GPU the recordings of an H200 that ship. mp.probes has the same as frames."
+
+
+def _names() -> tuple[str, ...]:
+    from nbmemprof.gpu import probes
+
+    return probes.NAMES
+
+
+FLAGS = [
+    Flag("NAME", "which probe", choices=_names, optional=False),
+    Flag("--recorded", "show the shipped recording also where there is a GPU", action="store_true", default=False),
+]
+
+
+def run(args: Namespace, shell: Any) -> Any:
+    """Measure and return the frame, which draws itself; it is the cell's value."""
+    from nbmemprof.gpu import probes
+
+    return probes.run(args.name, recorded=args.recorded)
