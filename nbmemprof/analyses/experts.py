@@ -56,7 +56,7 @@ def _calls(capture: Capture, live: pl.DataFrame) -> pl.DataFrame:
     newest = live.filter(pl.col("category") == "activations")["alloc_seq"].max()
     before = seen.filter(pl.col("seq") <= newest) if newest is not None else seen
     before = before if before.height else seen
-    last = before.filter(pl.col("group") == pl.col("group").max().over("layer"))
+    last: pl.DataFrame = before.filter(pl.col("group") == pl.col("group").max().over("layer"))
     # the router's own words come before what shapes tell
     best = last.with_columns(pl.when(pl.col("experts") > 0).then(0).otherwise(1).alias("_rank")).filter(pl.col("_rank") == pl.col("_rank").min().over("layer"))
     return best.select("layer", "expert", "tokens", "experts")

@@ -18,7 +18,7 @@ __all__ = ["kv_cache"]
 _SCHEMA: dict[str, Any] = {
     "device": pl.Int64, "rank": pl.Int64, "kind": pl.String, "cache": pl.String, "layers": pl.Int64, "sequences": pl.Int64, "tokens": pl.Int64, "room_tokens": pl.Int64,
     "bytes_per_token": pl.Float64, "bytes_per_sequence": pl.Int64, "requested_bytes": pl.Int64, "size_bytes": pl.Int64, "peak_bytes": pl.Int64, "growth_bytes": pl.Int64,
-    "growth_per_step_bytes": pl.Float64, "padding_bytes": pl.Int64, "room_bytes": pl.Int64, "rounding_bytes": pl.Int64, "free_bytes": pl.Int64, "fits_sequences": pl.Int64,
+    "growth_per_step_bytes": pl.Float64, "padding_bytes": pl.Int64, "room_bytes": pl.Int64, "rounding_bytes": pl.Int64, "int8_saves_bytes": pl.Int64, "free_bytes": pl.Int64, "fits_sequences": pl.Int64,
     "evidence": pl.String, "origin": pl.String,
 }  # fmt: skip
 
@@ -44,6 +44,7 @@ def kv_cache(
     ``bytes_per_token`` (of one sequence, all layers) ``bytes_per_sequence requested_bytes size_bytes`` (rounded, at the cache's last sight) ``peak_bytes`` (highest,
     with the copies that growing makes) ``growth_bytes growth_per_step_bytes`` (since it was first seen, and by forward) and the waste: ``padding_bytes``
     (of tokens that the attention mask leaves out) ``room_bytes`` (allocated for tokens that are not there: static caches, blocks) ``rounding_bytes``.
+    ``int8_saves_bytes``: less with one byte a number and a half-precision scale for 64 of them (0 where it is no larger now).
     ``fits_sequences``: how many more of its length would fit into ``free_bytes``, which is the card less what is outside torch and live at the end.
     Null: not known. Without a KV cache there is no row.
 
@@ -106,8 +107,13 @@ def _of_shape(shape: dict[str, Any], seen: pl.DataFrame | None) -> dict[str, Any
         "cache": shape["cache"], "layers": shape["layers"], "sequences": count, "tokens": tokens, "room_tokens": room, "bytes_per_token": float(each),
         "bytes_per_sequence": shape["size_bytes"] // count, "requested_bytes": shape["size_bytes"], "growth_bytes": growth,
         "growth_per_step_bytes": growth / (len(history) - 1) if len(history) > 1 else None, "padding_bytes": padded * each if padded is not None else None,
-        "room_bytes": (room - tokens) * each * count if tokens is not None else None, "evidence": "shapes of its tensors",
+        "room_bytes": (room - tokens) * each * count if tokens is not None else None, "int8_saves_bytes": _int8(shape), "evidence": "shapes of its tensors",
     }  # fmt: skip
+
+
+def _int8(shape: dict[str, Any]) -> int | None:
+    width = shape.get("element_bytes")
+    return int(shape["size_bytes"] * max(1 - (1 + 2 / 64) / width, 0)) if width else None
 
 
 def _of_numbers(rows: pl.DataFrame, sequences: int | None, lengths: list[int] | None, block: int | None) -> dict[str, Any]:

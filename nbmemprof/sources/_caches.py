@@ -19,8 +19,10 @@ class Shape(NamedTuple):
         Tells caches apart: ``id`` of the object.
     sequences, tokens, room, layers
         Sequences held; tokens of each in use (-1: not told without waiting for the device) and allocated; layers.
-    size
+    size, token_bytes
         Bytes of its tensors, and of one token of one sequence in the layers that grow.
+    element_bytes
+        Of one number in it.
     """
 
     key: int
@@ -31,6 +33,7 @@ class Shape(NamedTuple):
     layers: int
     size: int
     token_bytes: int
+    element_bytes: int
 
 
 def shapes(cache: Any, *, wait: bool = False) -> Iterator[Shape]:
@@ -58,7 +61,7 @@ def shapes(cache: Any, *, wait: bool = False) -> Iterator[Shape]:
     room, sequences = max(r[1] for r in rows), max(r[3] for r in rows)
     tokens = -1 if any(r[2] < 0 for r in rows) else max(r[2] for r in rows)
     grows = [size // max(sequences * length, 1) for size, length, _, _ in rows if length == room]  # layers with a window hold less and grow no more
-    yield Shape(id(cache), type(cache).__name__, sequences, tokens, room, len(rows), sum(r[0] for r in rows), sum(grows))
+    yield Shape(id(cache), type(cache).__name__, sequences, tokens, room, len(rows), sum(r[0] for r in rows), sum(grows), pairs[0][0].element_size())
 
 
 def _pairs(cache: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -123,7 +123,13 @@ class Cuda:
     def observer(self, *, notes: bool) -> Observer:
         """What watches the program for phases, modules and owners; ``notes``: it may attach notes to allocations."""
         note = getattr(self._torch._C, "_cuda_setMemoryMetadata", None) if notes else None
-        return Observer(self._torch, "cuda", note)
+        core = self._torch._C
+
+        def peak() -> int:
+            """Highest bytes of the current device so far, by torch's counter."""
+            return int(core._cuda_memoryStats(core._cuda_getDevice())["allocated_bytes"]["all"]["peak"])
+
+        return Observer(self._torch, "cuda", note, peak=peak)
 
     def outside(self) -> Outside | None:
         """What tells of the device beside torch's allocator."""

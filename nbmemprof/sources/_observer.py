@@ -27,31 +27,36 @@ __all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "O
 PHASES = (None, "forward", "backward", "recompute", "optimizer")
 NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
 _MOST = 1 << 21  # records that are kept; older ones are let go
+_FIRST_STEPS, _EVERY = 3, 32  # steps whose gradients are noted one by one
 _MOST_CALLS = 200_000  # of experts
 _MOST_SHAPES = 20_000  # of caches; then every second of the older ones is let go
 _known_roots: dict[int, weakref.ref[Any]] = {}  # modules and optimizers seen in earlier recordings
 _known_optimizers: dict[int, weakref.ref[Any]] = {}
 
 
-class _Thread(threading.local):
+class _Thread:
     """Where one thread is."""
 
-    ready = False
-    notes = False  # whether its events carry a note outside modules too
-    record = 0  # the newest record that it made
-    phase = NONE
-    group = 0
-    depth = 0  # backward calls under way
-    before: list[tuple[int, int]]  # phase and group around it
-    stack: list[tuple[int, int]]  # modules being called: id, layer
-    layer = 0
+    __slots__ = ("before", "depth", "group", "layer", "notes", "phase", "prefix", "record", "stack")
+
+    def __init__(self) -> None:
+        self.notes = False  # whether its events carry a note outside modules too
+        self.record = 0  # the newest record that it made
+        self.prefix = "0."  # and as its notes begin
+        self.phase = NONE
+        self.group = 0
+        self.depth = 0  # backward calls under way
+        self.before: list[tuple[int, int]] = []  # phase and group around it
+        self.stack: list[tuple[int, int]] = []  # modules being called: id, layer
+        self.layer = 0
 
 
 class Observer:
     """From ``open`` to ``close``: a log of spans and owners; see :mod:`nbmemprof.sources._placing` for what is made of it."""
 
-    def __init__(self, torch: Any, device_type: str = "cuda", note: Callable[[str], None] | None = None, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        self.torch, self.device_type, self.clock_ns = torch, device_type, clock_ns
+    def __init__(self, torch: Any, device_type: str = "cuda", note: Callable[[str], None] | None = None, clock_ns: Callable[[], int] = time.time_ns, peak: Callable[[], int] | None = None) -> None:
+        self.torch, self.device_type, self.clock_ns, self.peak = torch, device_type, clock_ns, peak
+        self._is_compiling = torch.compiler.is_compiling
         self.note = note
         self.noted = note is not None  # the events carry notes
         self.first = 0  # number of the oldest record kept
@@ -63,6 +68,7 @@ class Observer:
         self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
         self.caches: list[tuple[int, int, _caches.Shape, int | None]] = []  # record, clock, what a KV cache held, tokens of it that are padding
         self.routing: list[_routing.Call] = []
+        self.parameters: list[tuple[str, str, str, int, int, int]] = []  # layer, name, dtype, elements, rows of a matrix (0: none), bytes; as of the last look everywhere
         self.ask_router = False  # whether the choice of a router may be read off the device
         self._mixtures: dict[int, tuple[str, str, int] | None] = {}  # what a layer is to a mixture of experts
         self._masks: dict[int, weakref.ref[Any]] = {}  # attention masks of the first forward with a cache
@@ -80,7 +86,11 @@ class Observer:
         self._optimizers: dict[int, weakref.ref[Any]] = {}
         self._states: dict[int, int] = {}
         self._fresh_grads = False
-        self._here = _Thread()
+        self._local = threading.local()
+        self._tails: list[str] = []  # layer numbers as notes end
+        self._plain: set[int] = set()  # layers that are no part of a mixture of experts
+        self._steps_seen = 0
+        self._peak_seen: int | None = None
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._module_handles: list[Any] = []
@@ -94,7 +104,7 @@ class Observer:
         here = self._meet()
         here.notes = self.note is not None
         self._open = True
-        here.record = self._push(here)
+        self._push(here)
         self._tell(here)
         self._hook_modules()
         optim: Any = sys.modules["torch.optim.optimizer"]
@@ -209,9 +219,9 @@ class Observer:
 
     # ------------------------------------------------------------------ records
     def _meet(self) -> _Thread:
-        here = self._here
-        if not here.ready:
-            here.ready, here.before, here.stack = True, [], []
+        here: _Thread | None = getattr(self._local, "here", None)
+        if here is None:
+            here = self._local.here = _Thread()
             if self.torch._C._current_graph_task_id() != -1:
                 here.phase, here.group = BACKWARD, self._backward
         return here
@@ -230,11 +240,19 @@ class Observer:
                 for column in (self.times, self.phases, self.groups, self.backs, self.layer_of, self.name_of, self.grads):
                     del column[: _MOST // 2]
                 self.first += _MOST // 2
-            return self.first + len(self.times) - 1
+            record = self.first + len(self.times) - 1
+        here.record, here.prefix = record, f"{record}."
+        return record
 
     def _tell(self, here: _Thread) -> None:
         if self.note is not None:
             self.note(f"{here.record}.{here.layer}" if here.notes or here.stack else "")
+
+    def _tail(self, layer: int) -> str:
+        """A layer's number as text: a module's call writes it twice."""
+        while len(self._tails) <= layer:
+            self._tails.append(str(len(self._tails)))
+        return self._tails[layer]
 
     def _move(self, here: _Thread, phase: int, group: int | None = None) -> None:
         """Into another phase; ``group`` None: a new one."""
@@ -242,7 +260,7 @@ class Observer:
             self._group += 1
             group = self._group
         here.phase, here.group = phase, group
-        here.record = self._push(here)
+        self._push(here)
         self._tell(here)
 
     def _guard(self, error: Exception) -> None:
@@ -251,11 +269,12 @@ class Observer:
 
     # ------------------------------------------------------------------ modules
     def _enter(self, module: Any, args: Any) -> None:
-        if self.torch.compiler.is_compiling():
+        if self._is_compiling():
             return
         try:
-            here = self._here
-            if not here.ready:
+            try:
+                here: _Thread = self._local.here
+            except AttributeError:
                 here = self._meet()
             stack, key = here.stack, id(module)
             self.calls += 1
@@ -265,12 +284,12 @@ class Observer:
             layer = known[1] if known is not None and known[0]() is module else self.layers.place(module, self._root(module, here))
             stack.append((key, here.layer))
             here.layer = layer
-            if self._mixtures.get(layer, ()) is not None:
+            if layer not in self._plain:
                 self._note_call(here, layer, module, args)
             if self.note is not None:
-                self.note(f"{here.record}.{layer}")
+                self.note(here.prefix + (self._tails[layer] if layer < len(self._tails) else self._tail(layer)))
             else:
-                here.record = self._push(here)
+                self._push(here)
         except Exception as error:  # the user's forward goes on
             self._guard(error)
 
@@ -279,7 +298,10 @@ class Observer:
         if layer not in self._mixtures:
             self._mixtures[layer] = _routing.kind_of(self.layers.names[layer])
         known = self._mixtures[layer]
-        if known is None or here.phase != FORWARD or not args or not getattr(args[0], "ndim", 0) or len(self.routing) > _MOST_CALLS:
+        if known is None:
+            self._plain.add(layer)
+            return
+        if here.phase != FORWARD or not args or not getattr(args[0], "ndim", 0) or len(self.routing) > _MOST_CALLS:
             return
         what, path, expert = known
         record = self.first + len(self.times) - 1
@@ -325,24 +347,28 @@ class Observer:
 
     def _leave(self, module: Any, args: Any, *more: Any) -> None:
         """Called with keyword arguments and result; after an exception, with the result None alone."""
-        if self.torch.compiler.is_compiling():
+        if self._is_compiling():
             return
         try:
-            here = self._here
-            if not here.ready or not here.stack:
+            here: _Thread | None = getattr(self._local, "here", None)
+            if here is None or not here.stack:
                 return
-            stack = here.stack
-            while stack and stack[-1][0] != id(module):
-                if all(key != id(module) for key, _ in stack):
+            stack, key = here.stack, id(module)
+            at, layer = stack[-1]
+            if at != key:  # one below raised, and was not told
+                if all(other != key for other, _ in stack):
                     return
-                _, here.layer = stack.pop()
-            _, here.layer = stack.pop()
+                while stack[-1][0] != key:
+                    stack.pop()
+                layer = stack[-1][1]
+            stack.pop()
+            here.layer = layer
             if not stack:
                 self._leave_root(here, args, more)
             elif self.note is not None:
-                self.note(f"{here.record}.{here.layer}")
+                self.note(here.prefix + (self._tails[layer] if layer < len(self._tails) else self._tail(layer)))
             else:
-                here.record = self._push(here)
+                self._push(here)
         except Exception as error:
             self._guard(error)
 
@@ -458,10 +484,24 @@ class Observer:
             if id(optimizer) not in self._optimizers or self._optimizers[id(optimizer)]() is not optimizer:
                 self._optimizers[id(optimizer)] = _known_optimizers[id(optimizer)] = weakref.ref(optimizer)
                 self._states.pop(id(optimizer), None)
-            self._note_grads(here.record, optimizer)
+            if self._grads_matter():
+                self._note_grads(here.record, optimizer)
             self.spent_ns += time.perf_counter_ns() - begin
         except Exception as error:
             self._guard(error)
+
+    def _grads_matter(self) -> bool:
+        """Whether a step's gradients are looked for one by one: in the first steps, in one that took more memory than any before, and now and then.
+
+        Where they are not, backward's phase still tells that they are gradients; their layers are not known there.
+        """
+        self._steps_seen += 1
+        highest = self.peak() if self.peak is not None else None
+        higher, self._peak_seen = highest != self._peak_seen, highest
+        if highest is None or higher or self._steps_seen <= _FIRST_STEPS or self._steps_seen % _EVERY == 0:
+            return True
+        self._fresh_grads = False
+        return False
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.torch.compiler.is_compiling():
@@ -488,7 +528,7 @@ class Observer:
             self.names.append(name)
         self._name = self.names.index(name)
         here = self._meet()
-        here.record = self._push(here)
+        self._push(here)
         self._tell(here)
         return before
 
@@ -533,6 +573,8 @@ class Observer:
                 except Exception as error:
                     self._guard(error)
         self._note_grads(moment)
+        if everywhere:
+            self._note_parameters()
         met = [cache for ref in self._living.values() if (cache := ref()) is not None] if everywhere else []
         for cache in {id(c): c for c in (*caches, *met)}.values():
             for tensor in _owners.tensors_in(cache, self.torch):
@@ -554,7 +596,7 @@ class Observer:
         here = self._meet()
         if fresh:
             self._settle(here)
-            here.record = self._push(here)
+            self._push(here)
             self._tell(here)
         return self.first + len(self.times) - 1
 
@@ -575,6 +617,23 @@ class Observer:
                 known = self._layer_of_parameter.get(id(tensor))
                 if known is None or known[0]() is not tensor:  # of tied weights the first place counts
                     self._layer_of_parameter[id(tensor)] = (ref, layer)
+
+    def _note_parameters(self) -> None:
+        """What the weights of the known modules are made of; of tied ones the first place."""
+        self.parameters, seen = [], set()
+        for ref in self._roots.values():
+            root = ref()
+            if root is None or self._is_part(root):
+                continue
+            for tensor, category, layer, name in _owners.of_module(root, self.layers.learn_all(root)):
+                try:
+                    if category != "weights" or id(tensor) in seen or tensor.device.type != self.device_type or hasattr(tensor, "__tensor_flatten__"):
+                        continue
+                    seen.add(id(tensor))
+                    rows = tensor.shape[:-1].numel() if tensor.ndim >= 2 else 0
+                    self.parameters.append((layer, name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), rows, tensor.numel() * tensor.element_size()))
+                except Exception as error:  # parameters that are not there yet
+                    self._guard(error)
 
     def _note_grads(self, moment: int, optimizer: Any = None) -> None:
         """Gradients where they are now: of the optimizer's parameters, or of all that are known."""

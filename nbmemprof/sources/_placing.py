@@ -38,12 +38,13 @@ class Log:
     owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]]
     caches: list[tuple[int, int, Any, int | None]] = field(default_factory=list)
     routing: list[Any] = field(default_factory=list)
+    parameters: list[tuple[str, str, str, int, int, int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, seen: Observer) -> Log:
         """Take a copy."""
         times, phase, group, back, layer, name, grad = (np.array(c, np.int64) for c in (seen.times, seen.phases, seen.groups, seen.backs, seen.layer_of, seen.name_of, seen.grads))
-        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners), list(seen.caches), list(seen.routing))
+        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners), list(seen.caches), list(seen.routing), list(seen.parameters))
 
     def __post_init__(self) -> None:
         self.phase = _loss(self.phase, self.grad)
@@ -243,8 +244,9 @@ def _before_event(log: Log, placed: Placed, records: list[int], clocks_ns: list[
 
 
 def tables(log: Log, placed: Placed, since: int = 0) -> dict[str, pl.DataFrame]:
-    """Tables of their own beside the schema's: ``caches`` and ``routing``, where there is anything in them."""
-    made = {"caches": _caches(log, placed, since), "routing": _routing(log, placed, since)}
+    """Tables of their own beside the schema's: ``caches``, ``routing`` and ``parameters`` (what a module's weights are made of), where there is anything in them."""
+    words = {"layer": pl.String, "name": pl.String, "dtype": pl.String, "elements": pl.Int64, "rows": pl.Int64, "size_bytes": pl.Int64}
+    made = {"caches": _caches(log, placed, since), "routing": _routing(log, placed, since), "parameters": pl.DataFrame(log.parameters, schema=words, orient="row")}
     return {name: frame for name, frame in made.items() if frame.height}
 
 
@@ -263,12 +265,12 @@ def _routing(log: Log, placed: Placed, since: int) -> pl.DataFrame:
 def _caches(log: Log, placed: Placed, since: int) -> pl.DataFrame:
     """What the KV caches held, and before which event.
 
-    ``seq cache_id cache sequences tokens room_tokens layers size_bytes token_bytes padding_tokens``; null ``tokens``: not told while the device
+    ``seq cache_id cache sequences tokens room_tokens layers size_bytes token_bytes element_bytes padding_tokens``; null ``tokens``: not told while the device
     was at work; null ``padding_tokens``: no mask was seen.
     """
     found = [row for row in log.caches if row[0] >= since]
-    rows = [(shape.key, shape.name, shape.sequences, shape.tokens if shape.tokens >= 0 else None, shape.room, shape.layers, shape.size, shape.token_bytes, padded) for _, _, shape, padded in found]
-    names = ("cache_id", "cache", "sequences", "tokens", "room_tokens", "layers", "size_bytes", "token_bytes", "padding_tokens")
+    rows = [(shape.key, shape.name, shape.sequences, shape.tokens if shape.tokens >= 0 else None, shape.room, shape.layers, shape.size, shape.token_bytes, shape.element_bytes, padded) for _, _, shape, padded in found]
+    names = ("cache_id", "cache", "sequences", "tokens", "room_tokens", "layers", "size_bytes", "token_bytes", "element_bytes", "padding_tokens")
     table = pl.DataFrame(rows, schema={name: pl.String if name == "cache" else pl.Int64 for name in names}, orient="row")
     seq = _before_event(log, placed, [row[0] for row in found], [row[1] for row in found]) if found else np.zeros(0, np.int64)
     return table.with_columns(pl.Series("seq", seq, dtype=pl.Int64)).select("seq", *names)
