@@ -16,6 +16,7 @@ __all__ = ["FAULTS", "START_US", "Work", "bounds_us", "mended", "predicted_us", 
 
 FAULTS = ("loads", "stores", "narrow", "shared", "local")  # what can be mended
 LINE_BYTES = 128  # what the L1 data stage moves in one wavefront
+_SHORT = 5
 START_US = 2.0  # an empty kernel's gpu__time_duration on an H200
 
 
@@ -93,9 +94,12 @@ def bounds_us(work: Work, row: Mapping[str, Any], ceilings: Mapping[str, Any]) -
 
 
 def predicted_us(row: Mapping[str, Any], faults: frozenset[str] | set[str], ceilings: Mapping[str, Any]) -> float | None:
-    """Duration with these faults mended; None where the card's ceilings are not known; never more than it takes today."""
-    before, after = work_of(row), mended(row, faults)
-    if before is None or after is None or not ceilings or not row["duration_us"]:
+    """Duration with these faults mended; never more than it takes today.
+
+    None where the card's ceilings are not known, or the kernel is so short that its start matters as much as its accesses.
+    """
+    after = mended(row, faults)
+    if after is None or not ceilings or (row["duration_us"] or 0.0) < _SHORT * START_US:
         return None
     then = bounds_us(after, row, ceilings)
     if not then:

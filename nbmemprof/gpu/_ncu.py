@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import polars as pl
-
+from nbmemprof.analyses import kernel_lines
 from nbmemprof.analyses._counters import COUNTERS
 from nbmemprof.capture import Capture
 from nbmemprof.errors import MissingPackage, NbmemprofError, NotRecording
@@ -24,9 +23,8 @@ from nbmemprof.gpu._counting import asked, tables
 from nbmemprof.gpu._cupti import advice
 from nbmemprof.units import format_bytes
 
-__all__ = ["LINES", "command", "find", "lines_of", "profile"]
+__all__ = ["command", "find", "profile"]
 
-LINES = "kernel_lines"  # a table beside the schema's: excess a source line
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _PAYLOAD_BYTES = 1 << 30
 _LOCKED = "ERR_NVGPUCTRPERM"
@@ -92,7 +90,7 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
         rows, launches, device = _ncu_pages.kernels(_run([*page, "raw"], timeout_s), wanted)
         made = tables(rows, launches, device=0, began=began)
         if lines:
-            made[LINES] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), [launch.name for launch in launches], place)
+            made[kernel_lines.TABLE] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), [launch.name for launch in launches], place)
     told = {
         "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
         "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,
@@ -148,17 +146,3 @@ def _why_nothing(said: str) -> str:
     errors = [line.removeprefix("==ERROR==").strip() for line in said.splitlines() if line.startswith("==ERROR==")]
     last = [line for line in said.splitlines() if line.strip() and not line.startswith("==")][-3:]
     return f"ncu made no report: {'; '.join(errors[:2] or last) or 'it said nothing'}. Run it by hand to see more, or use how='cupti'."
-
-
-def lines_of(capture: Capture) -> pl.DataFrame:
-    """Excess sectors and wavefronts a source line, worst first.
-
-    Returns
-    -------
-    A row a kernel, line, space and operation: ``kernel_id name file line text space operation width_bytes instructions sectors ideal_sectors
-    wavefronts ideal_wavefronts stall_samples``. Empty where it was not counted by ncu, or the code has no line numbers (``-lineinfo``).
-    """
-    if LINES not in capture.tables:
-        return _ncu_pages.empty()
-    excess = (pl.col("sectors") - pl.col("ideal_sectors")).fill_null(0) + (pl.col("wavefronts") - pl.col("ideal_wavefronts")).fill_null(0)
-    return capture.tables[LINES].sort(excess, descending=True, maintain_order=True)

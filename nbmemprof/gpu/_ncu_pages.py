@@ -11,16 +11,13 @@ from typing import Any
 
 import polars as pl
 
+from nbmemprof.analyses.kernel_lines import SCHEMA
 from nbmemprof.errors import NotRecording
 from nbmemprof.gpu._launches import Launch, Triple
 
-__all__ = ["empty", "kernels", "lines"]
+__all__ = ["kernels", "lines"]
 
-_SCHEMA: dict[str, Any] = {
-    "kernel_id": pl.Int64, "name": pl.String, "file": pl.String, "line": pl.Int64, "text": pl.String, "space": pl.String, "operation": pl.String, "width_bytes": pl.Int64,
-    "instructions": pl.Int64, "sectors": pl.Int64, "ideal_sectors": pl.Int64, "wavefronts": pl.Int64, "ideal_wavefronts": pl.Int64, "stall_samples": pl.Int64,
-}  # fmt: skip
-_KEYS = ("kernel_id", "name", "file", "line", "text", "space", "operation", "width_bytes")
+_KEYS = ("kernel_id", "name", "file", "line", "text", "space", "operation", "width_bytes", "stride")
 # column of the page -> ours
 _SUMS = {
     "Instructions Executed": "instructions",
@@ -31,11 +28,6 @@ _SUMS = {
     "# Samples": "stall_samples",
 }
 _UNREADABLE = "<Unable to open source file>"
-
-
-def empty() -> pl.DataFrame:
-    """The table without rows."""
-    return pl.DataFrame(schema=_SCHEMA)
 
 
 def kernels(text: str, wanted: Sequence[str]) -> tuple[list[dict[str, float]], list[Launch], str | None]:
@@ -82,10 +74,8 @@ def lines(text: str, names: Sequence[str], sources: Path | None = None) -> pl.Da
         Folder below which sources lie that ncu could not open itself.
     """
     found = [row | {"kernel_id": number, "name": names[number] if number < len(names) else row["function"]} for number, row in _instructions(text, sources)]
-    if not found:
-        return empty()
-    frame = pl.DataFrame(found, schema={**_SCHEMA, "function": pl.String}, orient="row").drop("function")
-    return frame.group_by(*_KEYS, maintain_order=True).agg(pl.col(*_SUMS.values()).sum()).select(*_SCHEMA)
+    frame = pl.DataFrame(found, schema={**SCHEMA, "function": pl.String}, orient="row").drop("function")
+    return frame.group_by(*_KEYS, maintain_order=True).agg(pl.col(*_SUMS.values()).sum()).select(*SCHEMA)
 
 
 def _instructions(text: str, sources: Path | None) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.analyses.kernel_findings import kernel_findings
+from nbmemprof.analyses.kernel_lines import kernel_lines
 from nbmemprof.analyses.kernels import kernels
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
@@ -31,7 +32,8 @@ class Counted(pl.DataFrame):
     findings
         What deserves attention, a row a sentence, with the time that mending it would win (:func:`nbmemprof.analyses.kernel_findings.kernel_findings`).
     lines
-        Excess sectors and wavefronts a source line, with its text; only from ``how="ncu"`` and code compiled with ``-lineinfo``.
+        Which source lines touch more than they need (:func:`nbmemprof.analyses.kernel_lines.kernel_lines`); only from ``how="ncu"`` and code compiled
+        with ``-lineinfo``.
     value
         What the function returned (``how="cupti"``).
     """
@@ -64,8 +66,8 @@ class Counted(pl.DataFrame):
 
     @property
     def lines(self) -> pl.DataFrame:
-        """Excess a source line."""
-        return _ncu.lines_of(self.capture)
+        """Which source lines touch more than they need."""
+        return kernel_lines(self.capture)
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         return self.capture._repr_mimebundle_()

@@ -17,7 +17,7 @@ from typing import Any
 
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_time_us
-from nbmemprof.views import findings, pictures, replayed, text
+from nbmemprof.views import findings, kernels, pictures, replayed, text
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import Svg, clean, middle
 
@@ -48,13 +48,17 @@ class Mount:
 
 def bundle(capture: Capture) -> dict[str, str]:
     """Return ``text/html`` and ``text/plain`` of the first view, together at most 80 kB."""
+    counted = kernels.has(capture)
+    if counted and capture.meta.get("source") == "counters":
+        return kernels.bundle(capture)
     known = facts(capture)
     if known.is_empty or known.is_quiet:
         said = [*text.headline(capture).split("\n"), *findings.sentences(known)]
-        return {"text/html": _wrap("".join(f"<p>{_html(s)}</p>" for s in said)), "text/plain": "\n".join(map(clean, said))}
+        more = (kernels.section(capture, 12), ["", kernels.plain(capture)]) if counted else ("", [])
+        return {"text/html": _wrap("".join(f"<p>{_html(s)}</p>" for s in said) + more[0]), "text/plain": "\n".join([*map(clean, said), *more[1]])}
     made: dict[str, str] = {}
     for points, rows, devices in _SIZES:
-        made = {"text/html": _wrap(_page(capture, known, points, rows, devices)), "text/plain": _plain(capture, rows)}
+        made = {"text/html": _wrap(_page(capture, known, points, rows, devices) + (kernels.section(capture, rows) if counted else "")), "text/plain": _plain(capture, rows)}
         if sum(len(part.encode()) for part in made.values()) <= BUDGET_BYTES:
             break
     return made

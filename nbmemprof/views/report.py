@@ -16,7 +16,7 @@ import polars as pl
 from nbmemprof import __version__
 from nbmemprof.capture import Capture, whole_file
 from nbmemprof.units import format_bytes, format_count
-from nbmemprof.views import _theme, findings, first, pictures, text
+from nbmemprof.views import _theme, findings, first, kernels, pictures, text
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import clean
 
@@ -87,6 +87,8 @@ def _body(capture: Capture, known: Facts, points: int, rows: int) -> Iterator[st
         yield from _device(known, device, points // len(drawn), rows, number)
     if len(known.devices) > _DEVICES:
         yield f"<p>{_DEVICES} of {len(known.devices)} devices are drawn, those with the highest peaks.</p>"
+    if kernels.has(capture):
+        yield kernels.section(capture, rows)
     yield "<h2>What is exact here, and what is not</h2><ul>" + "".join(f"<li>{_html(s)}</li>" for s in exactness(known)) + "</ul>"
     yield f"<h2>Where this comes from</h2>{_about(known)}"
 

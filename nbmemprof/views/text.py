@@ -215,6 +215,11 @@ def _numbers(known: Facts, device: Device) -> list[list[str]]:
 # ---------------------------------------------------------------------- plain text
 def report(capture: Capture, top: int = 8) -> str:
     """Return headline, findings and tables as aligned text: what a terminal shows."""
+    from nbmemprof.views import kernels  # which writes its tables by this module
+
+    counted = kernels.plain(capture, top) if kernels.has(capture) else ""
+    if counted and capture.meta.get("source") == "counters":
+        return counted
     known = facts(capture)
     lines = [headline(capture)]
     lines += [f"  • {sentence}" for sentence in findings.sentences(known)]
@@ -223,7 +228,7 @@ def report(capture: Capture, top: int = 8) -> str:
             if title == "Numbers":
                 continue
             lines += ["", f"{device.label}: {title}" if device.label else title, *aligned(head, rows)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", counted] if counted else lines)
 
 
 def show(capture: Capture) -> None:

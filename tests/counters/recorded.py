@@ -9,9 +9,9 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.analyses._counters import COUNTERS
+from nbmemprof.analyses.kernel_lines import SCHEMA, TABLE
 from nbmemprof.analyses.kernels import kernels
 from nbmemprof.capture import Capture
-from nbmemprof.gpu import _ncu_pages
 from nbmemprof.gpu._counting import tables
 from nbmemprof.gpu._launches import Launch
 
@@ -28,7 +28,7 @@ def capture_of(path: Path) -> Capture:
     launches = [Launch(row["name"] or "", _triple(row["grid"]), _triple(row["block"]), None, None, ()) for row in told["kernels"]]
     made = tables([row["metrics"] for row in told["kernels"]], launches, device=0, began=0.0)
     if "lines" in told:
-        made["kernel_lines"] = pl.DataFrame(told["lines"], schema=_ncu_pages.empty().schema)
+        made[TABLE] = pl.DataFrame(told["lines"], schema=SCHEMA)
     return Capture.build(made, source="counters", origin="recorded", **told["meta"])
 
 
