@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,26 @@ _ACTIONS = {
 }  # fmt: skip
 
 
-def served(record: Record, *, conf: str = "", torch: str = "2.11", limit_bytes: int | None = None, capacity_bytes: int | None = None, history: bool = True, sizes: Any = None) -> Device:
+def served(
+    record: Record,
+    *,
+    conf: str = "",
+    torch: str = "2.11",
+    limit_bytes: int | None = None,
+    capacity_bytes: int | None = None,
+    history: bool = True,
+    sizes: Any = None,
+    since: int = 0,
+    opened: Callable[[Device], None] | None = None,
+) -> Device:
     """Put the requests of a record through the allocator's model, in one go.
 
     Parameters
     ----------
     sizes
         Bytes of each allocation instead of the record's, for a range's other end.
+    since, opened
+        Number of events before a window begins, and what is called with the device at that moment.
 
     Returns
     -------
@@ -47,30 +61,74 @@ def served(record: Record, *, conf: str = "", torch: str = "2.11", limit_bytes: 
     operations[:, M.T_ROW] = row
     operations[:, M.T_POOL] = np.where(is_alloc, device._model.default, 0)
     model = device._model
-    model.m[M.NOW], model.m[M.STOP], model.m[M.NEXT_GIVEN] = 0, operations.size, 0
-    device._trace = model.run(device._trace, operations.reshape(-1), np.zeros(2 * max(1, count), np.int64), work=len(events))
+    rows = np.zeros(2 * max(1, count), np.int64)
+    model.m[M.NOW], model.m[M.NEXT_GIVEN] = 0, 0
+    for end in (since, len(events)):
+        model.m[M.STOP] = end * M.WORDS
+        device._trace = model.run(device._trace, operations.reshape(-1), rows, work=len(events))
+        if end == since and opened is not None:
+            opened(device)
     return device
 
 
-def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: int | None, capacity_bytes: int | None, meta: dict[str, Any]) -> Capture:
-    """Make the capture of a prediction."""
+def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: int | None, capacity_bytes: int | None, meta: dict[str, Any], since: int = 0) -> Capture:
+    """Make the capture of a prediction; what was there before the event number ``since`` is its opening balance."""
     capacity = gpu.capacity_bytes if capacity_bytes is None else capacity_bytes
     outside = outside_bytes(gpu, record)
-    device = served(record, conf=conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=max(0, capacity - outside))
-    trace = device._trace[: int(device._model.m[M.AT])].reshape(-1, M.WORDS)
+    opening = _Opening()
+    device = served(record, conf=conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=max(0, capacity - outside), since=since, opened=opening if since else None)
+    whole = device._trace[: int(device._model.m[M.AT])].reshape(-1, M.WORDS)
+    trace = whole[opening.rows :]
     stats = device.stats()
     events = _events(trace)
-    segments, blocks = _picture(device.snapshot())
+    pictures = [_picture(snapshot, number) for number, snapshot in enumerate([*([opening.snapshot] if since else []), device.snapshot()])]
     marks = _marks(record, trace)
-    tables = {"events": events, "hints": _hints(record, trace), "segments": segments, "blocks": blocks, "marks": marks}
+    tables = {"events": events, "hints": _hints(record, trace), "segments": pl.concat([s for s, _ in pictures]), "blocks": pl.concat([b for _, b in pictures]), "marks": marks}
     counters = {
-        "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"], "start_allocated_bytes": 0, "start_reserved_bytes": 0,
-        "end_allocated_bytes": stats["allocated_bytes.all.current"], "end_reserved_bytes": stats["reserved_bytes.all.current"], "retries": stats["num_alloc_retries"],
+        "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
+        "start_allocated_bytes": opening.allocated, "start_reserved_bytes": opening.reserved,
+        "end_allocated_bytes": stats["allocated_bytes.all.current"], "end_reserved_bytes": stats["reserved_bytes.all.current"], "retries": stats["num_alloc_retries"] - opening.retries,
     }  # fmt: skip
-    return heap.build(
+    if since:
+        meta = meta | {"start_snapshot_id": 0}
+    made = heap.build(
         tables, origin="predicted", source="prediction", device=gpu.title, capacity_bytes=capacity, limit_bytes=limit_bytes, conf=conf, torch=torch, outside_bytes=outside,
         counters={"0": counters}, assumptions=[{"what": what, "count": count} for what, count in sorted(record.assumptions.items())], kernels=dict(record.kernels), **meta,
     )  # fmt: skip
+    if since:
+        made.tables["allocations"] = _known_before(made.tables["allocations"], record, whole[: opening.rows])
+    return made
+
+
+class _Opening:
+    """The device when a window begins."""
+
+    rows = allocated = reserved = retries = 0
+
+    def __call__(self, device: Device) -> None:
+        """Look at it, and let peaks count from here."""
+        stats = device.stats()
+        self.rows = int(device._model.m[M.AT]) // M.WORDS
+        self.allocated, self.reserved, self.retries = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"], stats["num_alloc_retries"]
+        self.snapshot = device.snapshot()
+        device.reset_peak_stats()
+
+
+def _known_before(rows: pl.DataFrame, record: Record, before: Any) -> pl.DataFrame:
+    """What the allocations of the opening balance are for."""
+    at = np.flatnonzero(before[:, 0] == M.ALLOC)
+    events = np.asarray(record.events, np.int64)
+    made = [record.made[i] for i in events[before[at, 5] // M.WORDS].tolist()]
+    words = [_category(one) for one in made]
+    known = pl.DataFrame(
+        {
+            "addr": pl.Series(before[at, 1].astype(np.uint64)), "at_start": True, "_category": [w for w, _ in words], "_evidence": [e for _, e in words],
+            "_layer": pl.Series([m.layer for m in made], dtype=pl.String), "_op": pl.Series([m.op for m in made], dtype=pl.String),
+        }
+    ).unique("addr", keep="last", maintain_order=True)  # fmt: skip
+    joined = rows.join(known, on=["addr", "at_start"], how="left", maintain_order="left")
+    names = ("category", "evidence", "layer", "op")
+    return joined.with_columns(pl.coalesce(pl.col("_" + name).cast(rows.schema[name]), name).alias(name) for name in names).select(rows.columns)
 
 
 def outside_bytes(gpu: GPU, record: Record) -> int:
@@ -91,9 +149,9 @@ def _events(trace: Any) -> pl.DataFrame:
     return schema.fill("events", columns, len(trace))
 
 
-def _picture(snapshot: dict[str, Any]) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _picture(snapshot: dict[str, Any], number: int = 0) -> tuple[pl.DataFrame, pl.DataFrame]:
     segments, blocks = snapshot["segments"], [(s, b) for s in snapshot["segments"] for b in s["blocks"]]
-    common: dict[str, Any] = {"device": 0, "kind": "device", "source": "torch", "snapshot_id": 0, "pool_id": "0_0"}
+    common: dict[str, Any] = {"device": 0, "kind": "device", "source": "torch", "snapshot_id": number, "pool_id": "0_0"}
     one = {
         "addr": pl.Series([s["address"] for s in segments], dtype=pl.UInt64), "size_bytes": [s["total_size"] for s in segments],
         "allocated_bytes": [s["allocated_size"] for s in segments], "active_bytes": [s["active_size"] for s in segments],
@@ -141,10 +199,11 @@ def _category(made: Allocation) -> tuple[str, str]:
 def _marks(record: Record, trace: Any) -> pl.DataFrame:
     """Steps, and refusals."""
     source = trace[:, 5] // M.WORDS if len(trace) else np.zeros(0, np.int64)
-    seqs = [int(np.searchsorted(source, at, side="left")) - 1 for at, _, _ in record.marks]
+    seen = [mark for mark in record.marks if len(trace) and mark[0] > source[0]]  # those of a window
+    seqs = [int(np.searchsorted(source, at, side="left")) - 1 for at, _, _ in seen]
     refused = np.flatnonzero(trace[:, 0] == M.OOM)
-    kinds = [kind for _, kind, _ in record.marks] + ["oom"] * len(refused)
-    names = [name for _, _, name in record.marks] + ["out of memory (predicted)"] * len(refused)
-    values = [None] * len(record.marks) + [float(max(0, v)) for v in trace[refused, 1].tolist()]
+    kinds = [kind for _, kind, _ in seen] + ["oom"] * len(refused)
+    names = [name for _, _, name in seen] + ["out of memory (predicted)"] * len(refused)
+    values = [None] * len(seen) + [float(max(0, v)) for v in trace[refused, 1].tolist()]
     columns = {"device": 0, "seq": [*seqs, *refused.tolist()], "kind": kinds, "name": names, "value": pl.Series(values, dtype=pl.Float64)}
     return schema.fill("marks", columns, len(kinds))
