@@ -66,14 +66,14 @@ def captures(folder: Path) -> list[Path]:
 def listed(folder: Path) -> list[dict[str, Any]]:
     """A row (``RUNS``) for each capture of a folder; each is opened once, its row is then kept in the folder."""
     known = _read(folder / _INDEX)
-    rows = {path.name: {"stamp": _stamp(path), "row": None} for path in captures(folder)}
+    rows: dict[str, dict[str, Any]] = {}
     fresh = False
     for path in captures(folder):
-        entry, before = rows[path.name], known.get(path.name)
-        if isinstance(before, dict) and before.get("stamp") == entry["stamp"] and isinstance(before.get("row"), dict) and set(before["row"]) == set(RUNS):
-            entry["row"] = before["row"]
+        before, stamp = known.get(path.name), _stamp(path)
+        if isinstance(before, dict) and before.get("stamp") == stamp and isinstance(before.get("row"), dict) and set(before["row"]) == set(RUNS):
+            rows[path.name] = before
         else:
-            entry["row"], fresh = _row(path), True
+            rows[path.name], fresh = {"stamp": stamp, "row": _row(path)}, True
     if fresh and not (folder / "meta.json").is_file():
         with suppress(OSError, NbmemprofError), whole_file(folder / _INDEX) as part:  # a folder that can't be written is listed all the same
             part.write_text(json.dumps(rows))

@@ -10,7 +10,7 @@ import polars as pl
 from nbmemprof import schema
 from nbmemprof.capture import Capture
 
-__all__ = ["HEAP", "Clock", "behaviour", "clock_of", "keyed"]
+__all__ = ["HEAP", "LEAK", "Clock", "behaviour", "clock_of", "keyed"]
 
 HEAP = ["rank", "device", "kind"]
 MIN_HITS = 3  # two iterations can't be told from a warm-up
@@ -269,7 +269,7 @@ def _confidence(hits: int, kept: pl.DataFrame, temporaries: bool, framed: bool, 
     return round(value, 3)
 
 
-_LEAK = {
+LEAK = {
     "key": pl.Int64,
     "stack_id": pl.UInt32,
     "leak_bytes": pl.Int64,
@@ -302,7 +302,7 @@ def _grown(part: pl.DataFrame, born: pl.DataFrame, clock: Clock, stacks: _Stacks
         if stacks.calls(kept.get_column("alloc_seq")) < MIN_HITS and _in_one_call(path, window, stacks, c["hits"]):
             continue
         rows.append(_row(c, mine, kept, part, clock, {"temporaries": temporaries, "framed": bool(path), "truncated": truncated}))
-    return pl.DataFrame(rows, schema=_LEAK)
+    return pl.DataFrame(rows, schema=LEAK)
 
 
 def _usual_gap(its: pl.Series) -> float:
@@ -353,7 +353,7 @@ def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Cloc
     for identity in names.sort(*HEAP, nulls_last=True).iter_rows(named=True):
         part = rows if names.height == 1 else rows.filter(pl.all_horizontal(pl.col(n).eq_missing(pl.lit(v)) for n, v in identity.items()))
         born = part.filter(pl.col("alloc_seq").is_not_null())
-        clock, grown = None, pl.DataFrame(schema=_LEAK)
+        clock, grown = None, pl.DataFrame(schema=LEAK)
         if born.height:
             end = max(int(v) for v in (born.get_column("alloc_seq").max(), part.get_column("free_seq").max()) if v is not None)  # type: ignore[arg-type]
             its = marks.filter(

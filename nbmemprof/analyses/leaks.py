@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from nbmemprof.analyses._growth import HEAP, behaviour
+from nbmemprof.analyses._growth import HEAP, LEAK, behaviour
+from nbmemprof.analyses._orphans import orphans
 from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
 
@@ -17,7 +18,7 @@ _SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 }  # fmt: skip
 
 
-def leaks(capture: Capture) -> pl.DataFrame:
+def leaks(capture: Capture, held: pl.DataFrame | None = None) -> pl.DataFrame:
     """Which lines keep something in iteration after iteration?
 
     Judged by growth over the trace, one full stack at a time: blocks that are live at the end, made in three iterations
@@ -30,14 +31,16 @@ def leaks(capture: Capture) -> pl.DataFrame:
     ----------
     capture
         Any capture with a trace; without one nothing can be judged and no row comes back.
+    held
+        ``mp.holders(device="all")``, taken in this process after the recording: with it, what is alive and held by nobody is told.
 
     Returns
     -------
     One row a full stack, by ``leak_bytes`` descending: ``device rank kind``; ``site``, the frame at which the stack differs
     from the others of the same innermost line, else the innermost user frame (null: no frames, told by size only);
     ``stack`` ("file:line function", innermost first); ``leak_bytes`` and ``leak_count``: blocks live at the end, the first
-    included, and where the history is truncated those older than it; ``bytes_per_iteration``; ``iterations`` seen; ``class`` (``growing``, or
-    ``orphaned``: nobody holds it); ``confidence`` in [0, 1]; ``evidence``; ``stack_id``; ``origin``.
+    included, and where the history is truncated those older than it; ``bytes_per_iteration``; ``iterations`` seen (null: it does not grow); ``class``:
+    ``growing``, or with ``held`` ``orphaned``: its blocks are garbage in reference cycles, or (where they grow) nothing but C++ code has them; ``confidence`` in [0, 1]; ``evidence``; ``stack_id``; ``origin``.
     """
     found = [
         grown.with_columns(
@@ -48,14 +51,39 @@ def leaks(capture: Capture) -> pl.DataFrame:
         for identity, _, _, grown in behaviour(capture)
         if grown.height
     ]
-    if not found:
+    lost = orphans(capture, held)
+    if not found and lost.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
-    rows = pl.concat(found).with_columns(pl.lit("growing", dtype=_CLASSES).alias("class"), origin=pl.lit(capture.meta["origin"]))
+    rows = _with_orphans(pl.concat(found) if found else None, lost).with_columns(origin=pl.lit(capture.meta["origin"]))
     ids = rows.get_column("stack_id").drop_nulls().unique()
     stacks = capture.tables["stacks"]
     mine = stacks.filter(pl.col("stack_id").is_in(ids.implode()))
     rows = rows.join(_lines(mine), on="stack_id", how="left").join(_site(stacks, mine), on="stack_id", how="left")
     return rows.select(*_SCHEMA).sort("leak_bytes", *HEAP, "stack_id", descending=[True, False, False, False, False], nulls_last=True)
+
+
+def _with_orphans(grown: pl.DataFrame | None, lost: pl.DataFrame) -> pl.DataFrame:
+    """Give what nobody holds its class: of what grows all of a stack, of the rest each block in a cycle."""
+    keys, lost = [*HEAP, "key"], lost.with_columns(pl.col("kind").cast(pl.String))
+    if grown is None:
+        grown = lost.head(0).select(*keys, "stack_id").with_columns(pl.lit(None, dtype=dtype).alias(name) for name, dtype in LEAK.items() if name not in ("key", "stack_id"))
+    alone = lost.join(grown, on=keys, how="anti", nulls_equal=True).filter(pl.col("cycle_count") > 0)
+    many = pl.col("cycle_count") + pl.col("native_count")
+    marked = grown.join(lost.drop("stack_id"), on=keys, how="left", nulls_equal=True)
+    whole = (many == pl.col("live_count")).fill_null(value=False)
+    text = (
+        pl.when(pl.col("cycle_count") > 0)
+        .then(pl.format("{}; {} of its live blocks are garbage in reference cycles until gc.collect()", "evidence", "cycle_count"))
+        .when(whole)
+        .then(pl.format("{}; no name, container or graph holds them: C++ code does", "evidence"))
+        .otherwise("evidence")
+    )
+    marked = marked.with_columns(text.alias("evidence"), pl.when(whole).then(pl.lit("orphaned")).otherwise(pl.lit("growing")).cast(_CLASSES).alias("class"))
+    more = alone.select(
+        *keys, "stack_id", leak_bytes="cycle_bytes", leak_count="cycle_count", confidence=pl.lit(1.0),
+        evidence=pl.format("{} of its {} live blocks are garbage in reference cycles until gc.collect()", "cycle_count", "live_count"),
+    ).with_columns(pl.lit("orphaned").cast(_CLASSES).alias("class"))  # fmt: skip
+    return pl.concat([marked.select(*grown.columns, "class"), more], how="diagonal_relaxed")
 
 
 def _lines(frames: pl.DataFrame) -> pl.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from nbmemprof.analyses._growth import HEAP, Clock, behaviour, keyed
+from nbmemprof.analyses._orphans import orphans
 from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
 
@@ -18,13 +19,15 @@ _ORDER = [
 ]  # fmt: skip
 
 
-def lifetimes(capture: Capture) -> pl.DataFrame:
+def lifetimes(capture: Capture, held: pl.DataFrame | None = None) -> pl.DataFrame:
     """How long do the blocks of each stack live, and why are those alive that are?
 
     Parameters
     ----------
     capture
         Any capture.
+    held
+        ``mp.holders(device="all")``, taken in this process after the recording: with it, what is alive and held by nobody is told.
 
     Returns
     -------
@@ -38,13 +41,14 @@ def lifetimes(capture: Capture) -> pl.DataFrame:
     * ``first-step``: made once in the first iteration and kept (optimizer state, workspaces);
     * ``persistent``: made before the iterations, or where none were seen, and kept (weights);
     * ``cached``: kept, made over several iterations, and growing no more: a cache, a window that moves, a list that is emptied;
-    * ``orphaned``: kept though nobody holds it; a trace alone can't tell it.
+    * ``orphaned``: all that is alive is garbage in reference cycles until the collector runs, or grows and nothing but C++ code has it; told with ``held``,
+      a trace alone can't tell it.
     """
     parts = [_classes(rows, clock, grown) for _, rows, clock, grown in behaviour(capture) if rows.height]
     keys = [*HEAP, "stack_id", "key"]
     if not parts:
         parts = [_classes(capture.tables["allocations"].head(0).with_columns(key=pl.lit(0, dtype=pl.Int64)), None, pl.DataFrame(schema={"key": pl.Int64}))]
-    classes = pl.concat(parts)
+    classes = _orphaned(pl.concat(parts), orphans(capture, held), keys)
     rows = keyed(capture.tables["allocations"])
     life_us, life_events = pl.col("end_us") - pl.col("time_us"), pl.col("free_seq") - pl.col("alloc_seq")
     size, live = pl.col("size_bytes"), pl.col("free_seq").is_null()
@@ -65,6 +69,15 @@ def lifetimes(capture: Capture) -> pl.DataFrame:
         .sort("live_bytes", "size_max_bytes", "count", *HEAP, "key", descending=[True, True, True, False, False, False, False], nulls_last=True)
         .select(*_ORDER)
     )
+
+
+def _orphaned(classes: pl.DataFrame, lost: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
+    """What nobody holds, told by its name."""
+    all_cycles, nobody = pl.col("cycle_count") == pl.col("live_count"), pl.col("cycle_count") + pl.col("native_count") == pl.col("live_count")
+    grows = pl.col("class") == "growing"
+    marked = classes.join(lost.drop("stack_id"), on=[key for key in keys if key != "stack_id"], how="left", nulls_equal=True)
+    mine = (all_cycles | (grows & nobody)).fill_null(value=False)
+    return marked.with_columns(pl.when(mine).then(pl.lit("orphaned").cast(_CLASS)).otherwise("class").alias("class")).select(classes.columns)
 
 
 def _classes(rows: pl.DataFrame, clock: Clock | None, grown: pl.DataFrame) -> pl.DataFrame:
