@@ -10,6 +10,7 @@ from typing import Any
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
 from nbmemprof.allocator._attempt import Followed, Terms, attempt
+from nbmemprof.allocator._gone_pools import reroute
 from nbmemprof.allocator._limits import Bounds, roundest
 from nbmemprof.allocator._missing import locate, refusal_by_stack
 from nbmemprof.allocator._recording import Recording, recordings
@@ -77,8 +78,10 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
     open_ = False
     if limit is None:
         limit, text = bounds.limit()
+        if limit is None and not text:
+            limit, text = bounds.collected()
         said += text
-        open_ = bool(text)
+        open_ = bool(text) or (settings.garbage_collection_threshold > 0 and bool((recording.kind == M.SEGMENT_FREE).any()))
     refused = bounds.physical() if limit is None else None
 
     terms = Terms(settings, torch, limit, capacity_bytes or refused, card, empty=recording.starts_empty or recording.may_be_whole)
@@ -89,9 +92,11 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
     found, undo = under(), None
     if not found.exact and len(recording.pool_names) > 1:
         found = first = _unsplit(found, recording.pool_names[1:], lambda whole: under(whole=whole))
-        found, undo = _reroute(found, under)
+        found, undo = reroute(found, under)
     if open_ and not found.exact:
         found = _narrow(found, bounds.widest(), lambda limit: under(limit_bytes=limit))
+        if found.limit_bytes != limit:
+            said = [text for text in said if not text.startswith("a memory limit of")]
     if not found.exact and recording.may_be_whole:
         if recording.cached_at_start():
             cached = under(empty=False)
@@ -100,10 +105,14 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
             found.mismatch["reason"] += "; or the trace began with this segment cached and nothing live, which no event tells"
     if found.exact:
         found.mismatch = refusal_by_stack(found)
-    elif not locate(found) and undo is not None:
-        undo()
-        found = first
-        locate(found)
+    else:
+        whole = locate(found)
+        if not whole and undo is not None:
+            undo()
+            found = first
+            whole = locate(found)
+        if not whole and found.mismatch is not None and recording.pools_may_be_gone():
+            found.mismatch["reason"] += "; or it was a request of a private pool that is gone at the end, which no event of this torch names"
     found.inferred = [*said, *found.inferred]
     return found
 
@@ -122,42 +131,6 @@ def _unsplit(found: Followed, names: list[str], again: Callable[[frozenset[str]]
     return found
 
 
-def _reroute(found: Followed, again: Callable[[], Followed]) -> tuple[Followed, Callable[[], None] | None]:
-    """Whether segments that are gone at the end were a private pool's, which then is in no file: a segment is taken for one where the trace is then followed further.
-
-    At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
-    Returns the best attempt, and where it is not exact what undoes the routing.
-    """
-    recording, first = found.recording, found
-    before = recording.trace.copy()
-    names = list(recording.pool_names)
-    for _ in range(min(40, max(4, 1_000_000 // recording.events.height))):
-        mismatch = found.mismatch
-        if mismatch is None or mismatch["expected"] is None or mismatch["found"] is None:
-            break
-        best = None
-        for side in ("expected", "found"):
-            kept = recording.trace.copy()
-            if recording.route(mismatch[side]["addr"], mismatch["index"]):
-                other = again()
-                if other.exact or other.model.m[M.AT] > found.model.m[M.AT]:
-                    best = other
-                    break
-            recording.trace[:] = kept
-        if best is None:
-            break
-        found = best
-    if found is first:
-        return first, None
-    found.inferred.append("segments that are gone at the end and served some requests only are taken for a private pool's")
-
-    def undo() -> None:
-        recording.trace[:] = before
-        recording.pool_names[:] = names
-
-    return found, None if found.exact else undo
-
-
 def _narrow(found: Followed, bounds: tuple[int, int], again: Callable[[int | None], Followed]) -> Followed:
     """Search for a limit under which the rules give the trace: each difference says on which side it is."""
     low, high = bounds
@@ -167,12 +140,13 @@ def _narrow(found: Followed, bounds: tuple[int, int], again: Callable[[int | Non
         at = found.limit_bytes
         if at is not None and low <= at < high:
             refused = m[M.WRONG] == _run.DIFFERS and m[M.WRONG_KIND] in (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OOM) and not _in_inferred_burst(found)
+            refused = refused and not (found.settings.garbage_collection_threshold > 0 and m[M.REFUSALS])  # what the collector gave back, taken for the driver's doing
             low, high = (at + 1, high) if refused else (low, at)
         middle = low + (high - low) // 2
         found = again(roundest(middle, min(high, middle + ROUND_LARGE)))
         if found.exact or found.model.m[M.AT] > best.model.m[M.AT]:
             best = found
-    if best is not found or best.exact:
+    if best.limit_bytes is not None and (best is not found or best.exact):
         best.inferred.append(f"the limit {best.limit_bytes} B was found by trying: under it the rules agree with the trace longest")
     return best
 

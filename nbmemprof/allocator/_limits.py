@@ -45,8 +45,10 @@ class Bounds:
         return chosen, [f"a memory limit of {format_bytes(chosen, 3)} ({chosen} B), from what was refused: anything from {low} B to {high - 1} B refuses the same"]
 
     def widest(self) -> tuple[int, int]:
-        """Any limit at all."""
-        return 1, int(self.recording.reserved.max()) + int(self._nominal(self.recording.size).max()) + ROUND_LARGE
+        """Any limit that could show, by a refusal or by what the collector frees above its share of it."""
+        most = int(self.recording.reserved.max()) + int(self._nominal(self.recording.size).max()) + ROUND_LARGE
+        share = self.settings.garbage_collection_threshold
+        return 1, int(most / share) if share > 0 else most
 
     def physical(self) -> int | None:
         """What the driver could give, where it refused: the least of reserved and free at a refusal."""
@@ -81,18 +83,41 @@ class Bounds:
         before = np.where(first > 0, r.reserved[np.maximum(first - 1, 0)], r.start_reserved)
         return int((before + self._request_after(first)).max())
 
+    def collected(self) -> tuple[int | None, list[str]]:
+        """Return a limit under which the garbage collector would have run where the trace gives memory back for new memory, and nowhere else; None where it has no share of one.
+
+        It runs when more is reserved than its share of the limit (allocator rules 1.8); the limit itself need not be met.
+        """
+        share = self.settings.garbage_collection_threshold
+        at, taken = self._given_back_for_new()
+        if share <= 0 or not len(at):
+            return None, []
+        r = self.recording
+        before = np.concatenate([[r.start_reserved], r.reserved[:-1]])
+        high = int(before[at].min())  # collected above the share, so the share is below
+        quiet = before[taken]
+        low = int(quiet[quiet < high].max(initial=0))
+        least, most = int(np.ceil(low / share)), int(np.ceil(high / share))
+        chosen = roundest(least, most)
+        return chosen, [f"a memory limit of about {format_bytes(chosen, 3)} ({chosen} B), from what the garbage collector gave back: from {least} B to {most - 1} B it does so at the same places"]
+
+    def _given_back_for_new(self) -> tuple[Words, Words]:
+        """Events at which memory begins to be given back right before new memory is taken; and those that take new memory without."""
+        r = self.recording
+        back, new = (r.kind == M.SEGMENT_FREE) | (r.kind == M.SEGMENT_UNMAP), (r.kind == M.SEGMENT_ALLOC) | (r.kind == M.SEGMENT_MAP)
+        before = np.concatenate([[False], back[:-1]])
+        first = np.flatnonzero(back & ~before)
+        rest = np.flatnonzero(~back)
+        after = np.searchsorted(rest, first)
+        first, after = first[after < len(rest)], after[after < len(rest)]
+        return first[new[rest[after]]] if len(first) else first, np.flatnonzero(new & ~before)
+
     def _bursts(self) -> list[int]:
         """Bytes that were needed where memory was given back right before new memory was taken, smallest last."""
         r = self.recording
-        back = (r.kind == M.SEGMENT_FREE) | (r.kind == M.SEGMENT_UNMAP)
-        first = np.flatnonzero(back & ~np.concatenate([[False], back[:-1]]))
-        after = np.searchsorted(np.flatnonzero(~back), first)
-        rest = np.flatnonzero(~back)
-        first, after = first[after < len(rest)], after[after < len(rest)]
+        first, _ = self._given_back_for_new()
         if not len(first):
             return []
-        new = np.isin(r.kind[rest[after]], (M.SEGMENT_ALLOC, M.SEGMENT_MAP))
-        first = first[new]
         before = np.where(first > 0, r.reserved[np.maximum(first - 1, 0)], r.start_reserved)
         needed: list[int] = (before + self._request_after(first)).tolist()
         return sorted(needed, reverse=True)

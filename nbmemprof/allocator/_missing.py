@@ -28,6 +28,7 @@ __all__ = ["locate", "refusal_by_stack"]
 
 _NO_STACK = -1
 _INTERPRETED, _COMPILED = 800_000, 60_000_000  # events followed in all trials, about 8 s at most
+_FURTHER = 64  # events that one more must explain where it does not explain all: what the rules would do here always explains one
 _EACH = 128  # places that are tried one by one; of more the borders are found by halving
 
 
@@ -54,7 +55,7 @@ def locate(found: Followed) -> bool:
             best = place
         if trials.spent > trials.budget or (best is not None and best.reached > trials.end):
             break
-    if best is not None:
+    if best is not None and (best.reached > trials.end or best.reached >= trials.at + _FURTHER):
         _tell(recording, mismatch, best)
     return best is not None and best.reached > trials.end
 

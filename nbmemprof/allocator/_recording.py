@@ -21,7 +21,7 @@ _KINDS = {
     "alloc": M.ALLOC, "free_requested": M.FREE_REQUESTED, "free_completed": M.FREE_COMPLETED, "segment_alloc": M.SEGMENT_ALLOC, "segment_free": M.SEGMENT_FREE,
     "segment_map": M.SEGMENT_MAP, "segment_unmap": M.SEGMENT_UNMAP, "oom": M.OOM,
 }  # fmt: skip
-UNNAMED = "?_?"  # a private pool that is gone at the end
+UNNAMED = "?_"  # a private pool that is gone at the end
 
 
 def recordings(capture: Capture) -> list[Recording]:
@@ -150,23 +150,32 @@ class Recording:
         name = self.segments["pool_id"].cast(pl.String)[int(over[0])] if len(over) and not later else None
         return self.pool_names.index(name) if name in self.pool_names else 0
 
-    def route(self, addr: int, index: int) -> bool:
-        """Give the requests of the segment at this address, as it was at this event, to an unnamed private pool; False where there is nothing to change."""
+    def pools_may_be_gone(self) -> bool:
+        """Whether there were private pools, and segments of which no event tells that they were not such a pool's."""
+        return not self.pools_told and len(self.pool_names) > 1 and bool(np.isin(self.kind, (M.SEGMENT_FREE, M.SEGMENT_UNMAP)).any())
+
+    def segment_gone(self, addr: int, index: int) -> tuple[int, int] | None:
+        """Return the events with which the segment at this address, as it was at this event, came and went; None where it stays, as the final picture names its pool."""
         made = np.flatnonzero((self.kind[: index + 1] == M.SEGMENT_ALLOC) & (self.addr[: index + 1] <= addr) & (addr < self.addr[: index + 1] + self.size[: index + 1]))
         if not len(made):
-            return False
+            return None
         begin = int(made[-1])
         gone = np.flatnonzero((self.kind[begin:] == M.SEGMENT_FREE) & (self.addr[begin:] == self.addr[begin]))
-        if not len(gone):  # it is in the final picture, which names its pool
-            return False
-        inside = np.arange(begin, begin + int(gone[0]))
+        return (begin, begin + int(gone[0])) if len(gone) else None
+
+    def route(self, segment: tuple[int, int], number: int) -> bool:
+        """Give the requests of a segment that comes and goes to a pool; False where there is nothing to change. A number past the pools that there are makes a new, unnamed one."""
+        begin, end = segment
+        inside = np.arange(begin, end)
         low = self.addr[begin]
         inside = inside[(self.kind[inside] == M.ALLOC) & (self.addr[inside] >= low) & (self.addr[inside] < low + self.size[begin])]
-        if UNNAMED not in self.pool_names:
-            self.pool_names.append(UNNAMED)
-        number, table = self.pool_names.index(UNNAMED), self.trace.reshape(-1, M.WORDS)
+        table = self.trace.reshape(-1, M.WORDS)
+        if len(self.pool_names) == 1:  # the default pool stood there as a record
+            table[(self.kind == M.ALLOC) | (self.kind == M.OOM), M.T_POOL] = 0
         if not len(inside) or (table[inside, M.T_POOL] == number).all():
             return False
+        if number == len(self.pool_names):
+            self.pool_names.append(f"{UNNAMED}{number}")
         table[inside, M.T_POOL] = number
         return True
 

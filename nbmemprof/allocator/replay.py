@@ -186,5 +186,6 @@ def _sentence(mismatch: dict[str, Any]) -> str:
     if "missing" in mismatch:
         return f"at {where} ({event(mismatch['found'])}) the recording can't be true: {mismatch['reason']}"
     if mismatch["expected"] is not None:
-        return f"at {where} the rules give {event(mismatch['expected'])}, the recording has {event(mismatch['found'])}"
+        more = mismatch["reason"].partition("; ")
+        return f"at {where} the rules give {event(mismatch['expected'])}, the recording has {event(mismatch['found'])}{''.join(more[1:])}"
     return f"at {where} ({event(mismatch['found'])}): {mismatch['reason']}"

@@ -265,4 +265,4 @@ def test_a_pool_that_was_dropped_is_found_out():
     told = verdict(mp.load(device.snapshot()))
     assert told["exact"], told
     assert any("dropped by the last user" in text for text in told["inferred"])
-    assert any("private pool's" in text for text in told["inferred"])
+    assert any("private pools'" in text for text in told["inferred"])

@@ -1,0 +1,116 @@
+"""Private pools that are gone at the end: no event of torch up to 2.13 tells which requests were theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator._attempt import Followed, times
+from nbmemprof.allocator._recording import UNNAMED, Recording
+
+__all__ = ["reroute"]
+
+_SIDEWAYS = 40  # steps without getting further before the search gives up: within a flush segments are taken off one by one
+
+
+def reroute(found: Followed, again: Callable[[], Followed]) -> tuple[Followed, Callable[[], None] | None]:
+    """Whether segments that are gone at the end were private pools': a segment is taken for one where the trace is then followed further.
+
+    At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
+    A pool gives its segments back when it has gone, so those that went together are tried as one pool first.
+    Returns the best attempt, and where it is not exact what undoes the routing.
+    """
+    recording, first = found.recording, found
+    before, names = recording.trace.copy(), list(recording.pool_names)
+    search = _Search(recording, again)
+    best, best_state = found, (before, names)
+    while not found.exact and search.tries > 0:
+        step = search.step(found)
+        if step is None:
+            break
+        found = step
+        if found.exact or _reached(found) > _reached(best):
+            best, best_state, search.sideways = found, (recording.trace.copy(), list(recording.pool_names)), 0
+        elif search.sideways > _SIDEWAYS:
+            break
+    recording.trace[:] = best_state[0]
+    recording.pool_names[:] = best_state[1]
+    if best is first:
+        return first, None
+    made = len(best_state[1]) - len(names)
+    best.inferred.append(
+        f"{times(len(search.routed), 'segment')} that served some requests only and are gone at the end are taken for private pools' ({made} without a name): "
+        "with them the rest is followed, though another division into pools could do so too"
+    )
+
+    def undo() -> None:
+        recording.trace[:] = before
+        recording.pool_names[:] = names
+
+    return best, None if best.exact else undo
+
+
+def _reached(found: Followed) -> int:
+    return int(found.model.m[M.AT])
+
+
+class _Search:
+    def __init__(self, recording: Recording, again: Callable[[], Followed]) -> None:
+        self.recording, self.again = recording, again
+        self.tries = min(300, max(8, 4_000_000 // recording.events.height))
+        self.sideways = 0
+        self.tried: set[tuple[int, int]] = set()  # (segment, pool)
+        self.went: dict[int, set[int]] = {}  # unnamed pool → flushes in which segments of its went
+        back = np.isin(recording.kind, (M.SEGMENT_FREE, M.OTHER))
+        self.burst = np.cumsum(~back)
+
+    def step(self, found: Followed) -> Followed | None:
+        """Route one segment; returns the attempt that got furthest, or one that got as far and differs elsewhere."""
+        recording, mismatch = self.recording, found.mismatch
+        assert mismatch is not None  # noqa: S101 - asked for where something differs
+        kept, known = recording.trace.copy(), list(recording.pool_names)
+        aside = None
+        for segment, number in self._options(found):
+            if self.tries <= 0 or (segment[0], number) in self.tried:
+                continue
+            if recording.route(segment, number):
+                other, self.tries = self.again(), self.tries - 1
+                if other.exact or _reached(other) > _reached(found):
+                    return self._take(segment, number, other)
+                elsewhere = other.mismatch is not None and other.mismatch["expected"] != mismatch["expected"]
+                if aside is None and elsewhere and _reached(other) == _reached(found):
+                    aside = segment, number, other, recording.trace.copy(), list(recording.pool_names)
+                    if mismatch["expected"]["action"] == "segment_free":  # in whatever pool it is, this flush passes it over
+                        break
+            recording.trace[:] = kept
+            recording.pool_names[:] = known
+        if aside is None:
+            return None
+        segment, number, other, recording.trace[:], recording.pool_names[:] = aside
+        self.sideways += 1
+        return self._take(segment, number, other)
+
+    @property
+    def routed(self) -> set[int]:
+        """Segments that were given to a pool."""
+        return {segment for segment, _ in self.tried}
+
+    def _take(self, segment: tuple[int, int], number: int, other: Followed) -> Followed:
+        self.tried.add((segment[0], number))
+        self.went.setdefault(number, set()).add(int(self.burst[segment[1]]))
+        return other
+
+    def _options(self, found: Followed) -> Iterator[tuple[tuple[int, int], int]]:
+        mismatch, recording = found.mismatch, self.recording
+        if mismatch is None or mismatch["expected"] is None or mismatch["found"] is None:
+            return
+        unnamed = [i for i, name in enumerate(recording.pool_names) if name.startswith(UNNAMED)]
+        for side in ("expected", "found"):
+            segment = recording.segment_gone(mismatch[side]["addr"], min(mismatch["index"], recording.events.height - 1))
+            if segment is None:
+                continue
+            together = [i for i in unnamed if int(self.burst[segment[1]]) in self.went.get(i, ())]
+            for number in dict.fromkeys([*together, *reversed(unnamed), len(recording.pool_names), 0]):
+                yield segment, number
