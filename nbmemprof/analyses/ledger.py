@@ -180,19 +180,20 @@ def _libraries(capture: Capture, curve: heap.Curve, moment: _Moment, basis: str)
     else:
         lines.append(_Line.entry("kernel images", table.kernels, where, "how many kernels a program loads is its own"))
     handles, maybe = _handles(capture, curve)
-    known = {"cuBLAS": handles > 0 if handles or not maybe else None, "cuDNN": used.get("cudnn"), "cuFFT": used.get("cufft"), "cuSOLVER": used.get("cusolver"), "NCCL": used.get("nccl")}
+    known = {"cuBLAS": handles + maybe > 0, "cuDNN": used.get("cudnn"), "cuFFT": used.get("cufft"), "cuSOLVER": used.get("cusolver"), "NCCL": used.get("nccl")}
     for name, there in known.items():
         if there is False:
             continue
         if there is None:
-            why = f"{maybe} block(s) of a cuBLAS workspace's size were there before the recording" if name == "cuBLAS" else "the capture does not say whether it was used"
-            lines.append(_Line(name, None, 0, _ANY_LIBRARY[name] + (maybe * 72 * _MIB if name == "cuBLAS" else 0), "none", "modelled", why))
+            lines.append(_Line(name, None, 0, _ANY_LIBRARY[name], "none", "modelled", "the capture does not say whether it was used"))
         elif table is None:
             lines.append(_Line(name, None, 0, _ANY_LIBRARY[name], "none", "modelled", where))
         elif name == "cuBLAS":
-            entry = table.cublas.plus(table.another_cublas, handles - 1)
-            entry = Entry(entry.size, entry.low, entry.high + maybe * table.another_cublas.high)
-            lines.append(_Line.entry(name, entry, f"{where}; {handles} handle{'s' if handles > 1 else ''} by their workspaces"))
+            entry = table.cublas.plus(table.another_cublas, handles + maybe - 1)
+            low = table.cublas.plus(table.another_cublas, handles - 1).low if handles else 0
+            why = f"{maybe} block{'s' if maybe > 1 else ''} of a workspace's size {'were' if maybe > 1 else 'was'} there before the recording" if maybe else None
+            count = handles + maybe
+            lines.append(_Line.entry(name, Entry(entry.size, low, entry.high), f"{where}; {count} handle{'s' if count > 1 else ''} by their workspaces", why))
         else:
             entry = {"cuDNN": table.cudnn, "cuFFT": table.cufft, "cuSOLVER": table.cusolver, "NCCL": table.nccl}[name]
             lines.append(_Line.entry(name, entry, where, "of one communicator; further ones and more ranks take more" if name == "NCCL" else None))

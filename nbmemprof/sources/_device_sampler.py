@@ -58,6 +58,8 @@ class DeviceSampler:
         self.uuids = dict(uuids)
         for device, uuid in uuids.items():
             before = self._before.get(str(uuid).removeprefix("GPU-"))
+            if before is not None and len(uuids) == 1:
+                self.outside.touch(device)  # CUDA has begun, and the only device there is will be used: its context comes now rather than with the first tensor
             now = self.outside.used(device, uuid) if before is not None else None
             if before is not None and now is not None and now > before and not Reading.of(self.stats(device)).reserved:
                 _context[str(uuid)] = now - before

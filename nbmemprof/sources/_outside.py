@@ -22,7 +22,7 @@ _RESERVED_NOW, _USED_NOW = 5, 7  # CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, CU_MEMP
 
 
 class Outside:
-    """Asks; nothing here makes a CUDA context or allocates on a device."""
+    """Asks; nothing here allocates on a device, and only ``touch`` makes a CUDA context."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -41,6 +41,10 @@ class Outside:
         except Exception:  # a device without memory information, an old driver
             return None
         return int(total - free)
+
+    def touch(self, device: int) -> None:
+        """Have the device's context made."""
+        self._torch.cuda.mem_get_info(device)
 
     def rows(self, device: int, uuid: str | None) -> Iterator[Row]:
         """Everything that takes longer to ask: processes, other pools."""

@@ -39,6 +39,7 @@ _ENTRY_BYTES = {"none": 600, "python": 1800, "all": 3600}
 _KEPT_BYTES = 64  # an event that is kept as columns
 _BARE_EVENT_US = 0.4  # an entry without a stack (measured there too); one of three entries takes a stack
 _STACKS_PER_EVENT = 1 / 3
+_known_workspaces: dict[tuple[int | None, int], int] = {}  # (device, address) to bytes, of this process
 
 
 def source() -> TorchHistory:
@@ -370,6 +371,7 @@ class _Assembly:
             if table.height and table["stack_id"].null_count() == table.height:
                 self.warnings.append("no frames: that history is recorded without call stacks")
         made = heap.build(tables, **meta, warnings=self.warnings)
+        self._remember(made)
         extra: dict[str, pl.DataFrame] = {}
         if thinned:
             if ring.thinned and ring.windows[0].exact:
@@ -404,8 +406,23 @@ class _Assembly:
         placed = _placing.place(self.log, told, notes=self.owner._observer.noted)
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
-        found = {"contexts": seen, "owners": _placing.owners(self.log, placed, since=self.since.record), "marks": pl.concat([marks, spans])}
+        found = {"contexts": seen, "owners": pl.concat([_placing.owners(self.log, placed, since=self.since.record), self._workspaces(events)]), "marks": pl.concat([marks, spans])}
         return found | _placing.tables(self.log, placed, self.since.record)
+
+    def _workspaces(self, events: pl.DataFrame) -> pl.DataFrame:
+        """Workspaces of cuBLAS that earlier recordings of this process saw made, if they are still there."""
+        live = self.last.blocks.filter(pl.col("state").cast(pl.String) == "active_allocated").select("device", "addr", "size_bytes").rows()
+        known = [(device, addr) for device, addr, size in live if _known_workspaces.get((device, addr)) == size]
+        if not known or not events.height:
+            return schema.empty("owners")
+        columns = {"kind": "device", "source": "torch", "seq": int(events["seq"][0]), "category": "workspace", "evidence": "operator", "name": "cuBLAS"}
+        places = {"device": pl.Series([d for d, _ in known], dtype=pl.Int64), "addr": pl.Series([a for _, a in known], dtype=pl.UInt64)}
+        return schema.fill("owners", columns | places, len(known))
+
+    @staticmethod
+    def _remember(made: Capture) -> None:
+        rows = made.tables["allocations"].filter(pl.col("free_seq").is_null() & (pl.col("category").cast(pl.String) == "workspace"))
+        _known_workspaces.update({(device, addr): size for device, addr, size in rows.select("device", "addr", "size_bytes").iter_rows()})
 
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from nbmemprof.capture import Capture
 from nbmemprof.sources import _device_sampler, torch_history
 
 H200 = {"0": {"name": "NVIDIA H200"}}
-CONTEXT, KERNELS, CUBLAS = 552_402_944, 98 * MIB, 66 * MIB  # of the table
+CONTEXT, KERNELS, CUBLAS = 552_402_944, 97 * MIB, 66 * MIB  # of the table
 
 
 def capture(readings: list[tuple[float, str, str, float | None]], *, kind: str = "device", workspaces: int = 0, **meta: Any) -> Capture:
@@ -134,7 +134,7 @@ class Outside:
     """A driver: ``free`` bytes outside torch, a context that comes with CUDA."""
 
     def __init__(self, cuda: CudaWithDriver) -> None:
-        self.cuda, self.broken = cuda, False
+        self.cuda, self.broken, self.touched = cuda, False, cuda.is_initialized
 
     def everywhere(self) -> dict[str, int]:
         return {"a": self.cuda.foreign}
@@ -142,7 +142,10 @@ class Outside:
     def used(self, device: int, uuid: str | None) -> int | None:
         if self.broken:
             raise OSError("the driver is gone")
-        return self.cuda.foreign + (500 if self.cuda.begun else 0) + self.cuda.heap.reserved
+        return self.cuda.foreign + (500 if self.touched else 0) + self.cuda.heap.reserved
+
+    def touch(self, device: int) -> None:
+        self.touched = True
 
     def rows(self, device: int, uuid: str | None) -> list[tuple[str, str, str, float | None]]:
         return [("device", "driver", "others_bytes", 0.0)]
@@ -157,12 +160,8 @@ class Outside:
 class CudaWithDriver(FakeCuda):
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self.foreign, self.begun = 0, self.is_initialized
+        self.foreign = 0
         self.asked = Outside(self)
-
-    def init(self) -> None:
-        self.begun = True
-        super().init()
 
     def outside(self) -> Any:
         return self.asked

@@ -14,6 +14,7 @@ from cuda_like import live_before_backward
 
 import nbmemprof as mp
 from nbmemprof.capture import Capture
+from nbmemprof.sources import torch_history
 
 EXACT = ("weights", "gradients", "optimizer_state", "kv_cache", "buffers")
 UNKNOWN = {"compiled": 0.05}
@@ -66,6 +67,19 @@ def test_what_nobody_found_is_unknown_and_no_neighbours(lost: str) -> None:
     gone = with_all.get(lost, 0)
     assert found["unknown"] - with_all["unknown"] == gone
     assert {c: b for c, b in found.items() if c not in ("unknown", lost)} == {c: b for c, b in with_all.items() if c not in ("unknown", lost)}
+
+
+def test_workspaces_that_an_earlier_recording_saw_made_are_known_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one began in the middle of a run: two blocks of 32 MiB were there already."""
+    monkeypatch.setattr(torch_history, "_known_workspaces", {})
+    loose = pl.col("at_start") & (pl.col("requested_bytes") == 32 << 20) & (pl.col("category").cast(pl.String) == "unknown")
+    before = play("gpt2_midrun").allocations.filter(loose)
+    assert before.height == 2
+    monkeypatch.setattr(torch_history, "_known_workspaces", {(0, addr): 32 << 20 for addr in before["addr"]})
+    after = play("gpt2_midrun")
+    assert after.allocations.filter(loose).is_empty()
+    found = mp.breakdown(after).filter(pl.col("category").cast(pl.String) == "workspace")
+    assert found["requested_bytes"].item() >= 2 * 32 << 20 and "operator" in found["evidence"].item()
 
 
 def test_an_allocation_has_layer_phase_and_step() -> None:
