@@ -24,6 +24,7 @@ ALLOWED = {
     "_optional": {"errors"},
     "schema": {"errors"},
     "capture": {"errors", "units", "schema"},
+    "_asked": {"errors", "capture"},
     "attribution": {"schema"},
     "tags": {"errors", "_optional", "schema"},
     "_jit": {"errors", "_optional"},
