@@ -69,7 +69,7 @@ class FakeGpu:
     def copy(self, target: Any, source: Any) -> None:
         target[:] = source
         if self.broken == "copy to host":
-            target[0] ^= 1
+            target[-1] = 7
 
     def register(self, host: Any) -> None:
         self.locked.append(host.nbytes)

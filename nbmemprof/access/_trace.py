@@ -219,7 +219,7 @@ class _Array:
     def _touch(self, index: Any, operation: str) -> Any:
         where = index if isinstance(index, tuple) else (index,)
         if len(where) != self.ndim:
-            raise NbmemprofError(f"{self._name}{list(where)}: {self.ndim} indices are needed, as a kernel touches one element at a time.")
+            raise NbmemprofError(f"{self._name}{list(where)}: {len(where)} of {self.ndim} indices. A kernel touches one element at a time: give an index a dimension.")
         flat = 0
         for i, length in zip(where, self.shape, strict=True):
             if not 0 <= int(i) < length:

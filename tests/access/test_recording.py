@@ -12,16 +12,12 @@ TESTS = Path(__file__).parents[1]
 sys.path.append(str(TESTS / "gpu"))
 import patterns
 import record_patterns as recorder
+from modelled_access import access, count
 from patterns import Pattern
-
-from nbmemprof import access
-
-OF = {"global load": access.global_load, "global store": access.global_store, "shared load": access.shared_load, "shared store": access.shared_store}
 
 
 def modelled(pattern: Pattern) -> int:
-    made = OF[pattern.space](pattern.places, pattern.width)
-    return made.sectors if isinstance(made, access.GlobalAccess) else made.wavefronts
+    return count(access(pattern))
 
 
 def totals(found: list[Pattern], launches: list) -> list[dict[str, int]]:
@@ -81,5 +77,5 @@ def test_what_a_launch_computes_is_checked_lane_by_lane():
 
 def test_ncu_s_table_is_read_by_name():
     names = [m for several in recorder.METRICS.values() for m in several]
-    text = "\n".join(['==PROF== x', ",".join(f'"{n}"' for n in ("ID", "Kernel Name", *names)), ",".join(['""', '""', *['"sector"'] * 6]), ",".join(['"0"', '"access_patterns"', *[f'"{1000 + i:,}"' for i in range(6)]])])
+    text = "\n".join(['==PROF== x', ",".join(f'"{n}"' for n in ("ID", "Kernel Name", *names)), ",".join(['""', '""', *['"sector"'] * 8]), ",".join(['"0"', '"access_patterns"', *[f'"{1000 + i:,}"' for i in range(8)]])])
     assert recorder.parsed(text) == [{n: 1000 + i for i, n in enumerate(names)}]

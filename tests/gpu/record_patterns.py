@@ -4,7 +4,7 @@
 
 ``single``: the worked examples, the patterns counted before and those that tell rules for wide shared loads apart: packed, and every third in a launch of its own.
 ``random``: the 500 patterns of tests/fixtures/h200/patterns/random.json, packed. Packed means that up to four of a space share a launch, executed 1, 33, 33² and
-33³ times. A count lies between 0 and 32, so the total, written in base 33, has the four counts as its digits; the requests must come out as
+33³ times. A count lies between 0 and 32, so the total, written in base 33, has the four counts as its digits; requests (global) and instructions (shared) must come out as
 1 + 33 + 33² + 33³ exactly. All are counted a second time in other packs. What the launch itself moves is counted by the same launch with no repetition.
 The program runs twice: as what starts ncu and reads its report, and (``launches``) as what ncu watches.
 """
@@ -34,8 +34,8 @@ ALONE = 4096  # repetitions of a pattern that has a launch to itself: more than 
 METRICS = {
     "global load": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"),
     "global store": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum", "l1tex__t_requests_pipe_lsu_mem_global_op_st.sum"),
-    "shared load": ("l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",),
-    "shared store": ("l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",),
+    "shared load": ("l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum", "smsp__inst_executed_op_shared_ld.sum"),
+    "shared store": ("l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum", "smsp__inst_executed_op_shared_st.sum"),
 }
 Launch = list[tuple[int, int]]  # numbers of patterns and how often each is executed
 
