@@ -249,14 +249,13 @@ def _pinned(capture: Capture) -> list[_Line]:
     samples = capture.tables["samples"].filter(pl.col("kind").cast(pl.String) == "pinned").with_columns(pl.col("gauge").cast(pl.String)).drop_nulls("value")
     if samples.is_empty():
         return []
-    value = dict(samples.filter(pl.col("time_us") == samples["time_us"].max()).select("gauge", "value").iter_rows())
-    locked, active, asked = (value.get(f"{name}_bytes") for name in ("locked", "in_use", "requested"))
-    if locked is None or active is None:
+    value = dict(samples.sort("time_us", maintain_order=True).select("gauge", "value").iter_rows())  # the last of each
+    locked, asked, rounded = (value.get(f"{name}_bytes") for name in ("locked", "requested", "rounded"))
+    if locked is None or asked is None or rounded is None:
         return []
-    origin, evidence = capture.meta["origin"], "torch's counters of pinned memory"
-    asked = min(asked if asked is not None else active, active)
+    origin, evidence = capture.meta["origin"], "torch's counter of locked bytes"
     return [
         _Line.exact("pinned host memory in use", asked, "storages of pinned tensors", origin, "pinned"),
-        _Line.exact("pinned host memory rounding", active - asked, evidence, origin, "pinned"),
-        _Line.exact("pinned host memory cached", locked - active, evidence, origin, "pinned"),
+        _Line.exact("pinned host memory rounding", rounded - asked, "their next powers of two", origin, "pinned"),
+        _Line.exact("pinned host memory cached", locked - rounded, evidence, origin, "pinned"),
     ]

@@ -86,7 +86,8 @@ class DeviceSampler:
                 more.append(("device", "driver", "context_bytes", float(_context[str(uuid)])))
             clock, values = self._read(device, uuid)
             self._keep(device, clock, values, more)
-        pinned = [(self.clock() * 1e6, None, kind, source, gauge, value) for kind, source, gauge, value in self.outside.pinned()]
+        now = self.clock() * 1e6
+        pinned = [(now, None, kind, source, gauge, value) for kind, source, gauge, value in self.outside.pinned()]
         if pinned:
             self._rows.append(pinned)
 

@@ -73,7 +73,9 @@ class Outside:
             return
         yield "pinned", "torch", "locked_bytes", float(locked)
         yield "pinned", "torch", "in_use_bytes", float(active) if active is not None else None
-        yield "pinned", "torch", "requested_bytes", float(_pinned_storages(self._torch))
+        sizes = _pinned_storages(self._torch)
+        yield "pinned", "torch", "requested_bytes", float(sum(sizes))
+        yield "pinned", "torch", "rounded_bytes", float(sum(1 << (size - 1).bit_length() for size in sizes))  # to a power of two (CachingHostAllocator.h)
 
     def libraries(self) -> dict[str, Any]:
         """Which libraries have been used in this process, as far as it shows; ``module_loading``: LAZY or EAGER."""
@@ -135,14 +137,19 @@ def _async_pool(device: int) -> tuple[int | None, int | None]:
     return (values[0].value, values[1].value) if values[0].value else (None, None)
 
 
-def _pinned_storages(torch: Any) -> int:
-    """Bytes of the storages of pinned tensors that are alive, each once."""
+def _pinned_storages(torch: Any) -> list[int]:
+    """Bytes of each storage of pinned tensors that is alive."""
+    objects = gc.get_objects()
+    kinds = list(map(type, objects))
+    wanted = {kind for kind in set(kinds) if issubclass(kind, torch.Tensor)}
+    tensors = [item for item, kind in zip(objects, kinds, strict=True) if kind in wanted] if wanted else []
+    del objects, kinds
     sizes: dict[int, int] = {}
-    for item in gc.get_objects():
+    for item in tensors:
         try:
-            if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided and item.is_pinned():
+            if item.device.type == "cpu" and item.layout == torch.strided and item.is_pinned():
                 storage = item.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, NotImplementedError, ReferenceError):  # fake, functional and half-dead tensors have no storage
             continue
-    return sum(sizes.values())
+    return [size for size in sizes.values() if size]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from functools import lru_cache
 from typing import Any
 
 import polars as pl
 import pytest
 from fake_cuda import FakeCuda
 from strategies import MIB
+from support import ROOT
 
 import nbmemprof as mp
 from nbmemprof import heap, schema
@@ -83,7 +87,7 @@ def test_processes_that_cannot_be_told_apart_leave_the_rest_open() -> None:
 
 def test_pinned_host_memory_stands_apart() -> None:
     """Eight shards of 65 MiB: each takes 128 MiB of page-locked memory."""
-    readings = [(1.0, "torch", "locked_bytes", 1280.0 * MIB), (1.0, "torch", "in_use_bytes", 1024.0 * MIB), (1.0, "torch", "requested_bytes", 520.0 * MIB)]
+    readings = [(1.0, "torch", "locked_bytes", 1280.0 * MIB), (1.0, "torch", "requested_bytes", 520.0 * MIB), (1.0, "torch", "rounded_bytes", 1024.0 * MIB)]
     made = mp.ledger(capture(readings, kind="pinned")).filter(pl.col("kind") == "pinned")
     assert made["device"].to_list() == [None, None, None]
     assert lines(made) == {"pinned host memory in use": 520 * MIB, "pinned host memory rounding": 504 * MIB, "pinned host memory cached": 256 * MIB}
@@ -122,6 +126,58 @@ def test_a_recording_without_readings_has_its_process_as_the_whole() -> None:
 def test_the_table_knows_what_was_measured(device: str | None, loading: str, size: int | None) -> None:
     table, why = table_of(device, loading)
     assert (table.context.size if table else None) == size and why
+
+
+# ---------------------------------------------------------------------- recorded on an H200 by tests/gpu/record_ledger.py
+LEDGERS = ROOT / "tests" / "fixtures" / "h200" / "ledger"
+RECORDED = sorted(path.name.removesuffix(".nbmem.gz") for path in LEDGERS.glob("*.nbmem.gz"))
+
+
+@lru_cache(None)
+def recorded(name: str) -> Capture:
+    return mp.load(gzip.decompress((LEDGERS / f"{name}.nbmem.gz").read_bytes()))
+
+
+def open_bytes(name: str, at: str = "end") -> tuple[int, int]:
+    """What is unexplained, and what the driver reports."""
+    row = mp.ledger(recorded(name), at=at).filter(pl.col("line") == "unexplained").row(0, named=True)
+    return row["size_bytes"], row["reported_bytes"]
+
+
+@pytest.mark.parametrize("name", [n for n in RECORDED if n != "foreign"])
+@pytest.mark.parametrize("at", ["end", "peak"])
+def test_on_an_h200_less_than_two_percent_is_unexplained(name: str, at: str) -> None:
+    size, reported = open_bytes(name, at)
+    assert abs(size) <= 0.02 * reported
+    made = mp.ledger(recorded(name), at=at)
+    assert made.filter(pl.col("kind") == "device")["size_bytes"].sum() == reported
+    rest = made.filter(pl.col("line") == "unexplained").row(0, named=True)
+    assert rest["low_bytes"] <= 0 <= rest["high_bytes"]  # nothing there that the table's errors do not cover
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_on_an_h200_the_driver_and_torch_said_the_same_right_after(name: str) -> None:
+    """``cudaMemGetInfo`` and torch's counters, asked by the script when the recording had ended."""
+    told = json.loads((LEDGERS / ("generation.json" if name == "generation" else "ledger.json")).read_text())["numbers"][name]
+    found, (_, reported) = lines(mp.ledger(recorded(name))), open_bytes(name)
+    assert reported == told["mem_get_info_used"]
+    assert found["torch in use"] == told["torch"]["requested"]
+    assert sum(found[line] or 0 for line in ("torch in use", "torch rounding")) == told["torch"]["active"]
+    assert sum(found[line] or 0 for line in ("torch in use", "torch rounding", "torch cached")) == told["torch"]["reserved"]
+
+
+def test_on_an_h200_a_cudamalloc_of_300_mib_is_unexplained_and_nowhere_else() -> None:
+    before, after = (lines(mp.ledger(recorded(name))) for name in ("before_foreign", "foreign"))
+    changed = {line: (after[line] or 0) - (before[line] or 0) for line in after if after[line] != before[line]}
+    assert changed == {"unexplained": 300 * MIB}
+
+
+def test_on_an_h200_cupys_pool_pinned_memory_and_another_process_have_their_lines() -> None:
+    cupy, pinned, gone, other = (lines(mp.ledger(recorded(name))) for name in ("cupy", "pinned", "pinned_after", "other_process"))
+    assert (cupy["CuPy's pool in use"], cupy["CuPy's pool cached"]) == (2 * 64 * MIB, 6 * 64 * MIB)
+    assert (pinned["pinned host memory in use"], pinned["pinned host memory rounding"]) == (520 * MIB, 504 * MIB)
+    assert (gone["pinned host memory in use"], gone["pinned host memory cached"]) == (0, 1024 * MIB)  # locked for good
+    assert 1000 * MIB < (other["other processes"] or 0) < 1100 * MIB  # its 500 MiB and its context
 
 
 def test_other_moments_are_refused() -> None:

@@ -260,32 +260,63 @@ def patched(**changes: Any) -> Any:
             setattr(kind, name, value)
 
 
+def micro(count: int, around: contextlib.AbstractContextManager[Any]) -> dict[str, float]:
+    """Microseconds of processor time: of an allocation with its release, and of a call of a module that does nothing."""
+    idle = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(10)])
+    x = torch.zeros(1, device=DEVICE)
+    with around:
+        idle(x)
+        begin = time.thread_time()
+        for _ in range(count):
+            torch.empty(1000, device=DEVICE)
+        middle = time.thread_time()
+        with torch.no_grad():
+            for _ in range(count // 10):
+                idle(x)
+        end = time.thread_time()
+    return {"allocation": (middle - begin) / count * 1e6, "module": (end - middle) / count / 1.1 * 1e6}
+
+
 @stage
 def cost(out: Path) -> dict[str, Any]:
-    """Step time of the encoder: plain, torch's history alone, recorded in part and whole, MemTracker, torch.profiler; in turns."""
+    """Step time of the encoder in turns: plain, torch's history alone, recorded without and with attribution; then MemTracker and torch.profiler.
+
+    ``ratio``: median over rounds of a way's median step over the plain one of the same round.
+    """
     import nbmemprof as mp
 
     model, optimizer, step = encoder()
     for _ in range(3):
         step()
+    with mp.record(stacks="none"):  # what is loaded and met once
+        step()
     nothing: Callable[..., Any] = lambda *_, **__: None
     ways: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
         "plain": contextlib.nullcontext,
-        "history alone": history_only,
-        "recorded, no observer, no thread": lambda: patched(_observe=nothing, _poll=nothing),
-        "recorded, no observer": lambda: patched(_observe=nothing),
-        "recorded, stacks none": lambda: mp.record(stacks="none"),
-        "recorded, stacks python": lambda: mp.record(stacks="python"),
+        "torch's history alone": history_only,
+        "recorded without attribution": lambda: patched(_observe=nothing),
+        "recorded": lambda: mp.record(stacks="none"),
+        "recorded with stacks": lambda: mp.record(stacks="python"),
     }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(small(6, 1)):
-        for name, way in ways.items():
-            times[name] += steps_ms(step, small(12, 2), way())
+    rounds: list[dict[str, tuple[float, float]]] = []
+    order = list(ways)
+    for turn in range(small(12, 1)):
+        made: dict[str, tuple[float, float]] = {}
+        for name in order if turn % 2 == 0 else order[::-1]:
+            rows = steps_ms(step, small(8, 2), ways[name]())
+            made[name] = (statistics.median(r[0] for r in rows), statistics.median(r[1] for r in rows))
+        rounds.append(made)
+    found: dict[str, Any] = {"rounds": rounds}
+    for which, word in ((0, "wall"), (1, "processor")):
+        found[word] = {
+            name: {"ms": round(statistics.median(r[name][which] for r in rounds), 3), "ratio": round(statistics.median(r[name][which] / r["plain"][which] for r in rounds), 4), "least_ms": round(min(r[name][which] for r in rounds), 3)}
+            for name in ways
+        }
+    found["micro_us"] = {name: micro(small(20000, 200), way()) for name, way in ways.items()}
     gc.collect()
-
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    times["MemTracker"] = []
+    others: dict[str, list[tuple[float, float]]] = {"MemTracker": [], "torch.profiler": []}
     for _ in range(small(3, 1)):  # one step each: it tracks no second one
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
@@ -293,14 +324,10 @@ def cost(out: Path) -> dict[str, Any]:
             sync()
             wall, own = time.perf_counter(), time.thread_time()
             step()
-            times["MemTracker"].append(((time.perf_counter() - wall) * 1e3, (time.thread_time() - own) * 1e3))
+            others["MemTracker"].append(((time.perf_counter() - wall) * 1e3, (time.thread_time() - own) * 1e3))
             sync()
-    times["torch.profiler"] = steps_ms(step, small(3, 1), torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True))
-    times["plain again"] = steps_ms(step, small(12, 2), contextlib.nullcontext())
-    found: dict[str, Any] = {}
-    for which, word in ((0, "wall"), (1, "processor")):
-        middle = {name: statistics.median(t[which] for t in rows) for name, rows in times.items() if rows}
-        found[word] = {name: {"ms": round(value, 3), "over_plain": round(value / middle["plain"] - 1, 4)} for name, value in middle.items()}
+    others["torch.profiler"] = steps_ms(step, small(3, 1), torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True))
+    found["others"] = {name: {"wall_ms": statistics.median(r[0] for r in rows), "processor_ms": statistics.median(r[1] for r in rows)} for name, rows in others.items()}
     return found
 
 
