@@ -90,7 +90,7 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
         rows, launches, device = _ncu_pages.kernels(_run([*page, "raw"], timeout_s), wanted)
         made = tables(rows, launches, device=0, began=began)
         if lines:
-            made[kernel_lines.TABLE] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), [launch.name for launch in launches], place)
+            made[kernel_lines.TABLE] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), launches, place)
     told = {
         "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
         "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,

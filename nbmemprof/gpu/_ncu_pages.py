@@ -14,10 +14,11 @@ import polars as pl
 from nbmemprof.analyses.kernel_lines import SCHEMA
 from nbmemprof.errors import NotRecording
 from nbmemprof.gpu._launches import Launch, Triple
+from nbmemprof.gpu._strides import stride_of
 
 __all__ = ["kernels", "lines"]
 
-_KEYS = ("kernel_id", "name", "file", "line", "text", "space", "operation", "width_bytes", "stride")
+_KEYS = ("kernel_id", "name", "file", "line", "text", "space", "operation", "width_bytes")
 # column of the page -> ours
 _SUMS = {
     "Instructions Executed": "instructions",
@@ -63,19 +64,30 @@ def _triple(text: str) -> Triple | None:
     return (found[0], found[1], found[2]) if len(found) == 3 else None
 
 
-def lines(text: str, names: Sequence[str], sources: Path | None = None) -> pl.DataFrame:
+def lines(text: str, launches: Sequence[Launch], sources: Path | None = None) -> pl.DataFrame:
     """Memory instructions of the page ``source``, summed a kernel, line, space, operation and width.
 
     Parameters
     ----------
-    names
-        Kernel names in launch order; the page has one section or more a launch, in that order.
+    launches
+        The kernels in launch order; the page has one section or more a launch, in that order.
     sources
         Folder below which sources lie that ncu could not open itself.
     """
-    found = [row | {"kernel_id": number, "name": names[number] if number < len(names) else row["function"]} for number, row in _instructions(text, sources)]
+    found = [row | {"kernel_id": number, "name": launches[number].name if number < len(launches) else row["function"]} for number, row in _instructions(text, sources)]
     frame = pl.DataFrame(found, schema={**SCHEMA, "function": pl.String}, orient="row").drop("function")
-    return frame.group_by(*_KEYS, maintain_order=True).agg(pl.col(*_SUMS.values()).sum()).select(*SCHEMA)
+    summed = frame.group_by(*_KEYS, maintain_order=True).agg(pl.col(*_SUMS.values()).sum())
+    strides = [_stride(row, launches, sources) for row in summed.iter_rows(named=True)]
+    return summed.with_columns(pl.Series("stride", strides, dtype=pl.String)).select(*SCHEMA)
+
+
+def _stride(row: dict[str, Any], launches: Sequence[Launch], sources: Path | None) -> str | None:
+    block = launches[row["kernel_id"]].block if row["kernel_id"] < len(launches) else None
+    source = _source_of(row["file"], sources)
+    if block is None or not source or row["operation"] not in ("load", "store") or row["space"] not in ("global", "shared") or not row["instructions"]:
+        return None
+    each = row["wavefronts" if row["space"] == "shared" else "sectors"] / row["instructions"]
+    return stride_of(source, row["line"], operation=row["operation"], space=row["space"], width_bytes=row["width_bytes"], block=block, each=each)
 
 
 def _instructions(text: str, sources: Path | None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -111,13 +123,18 @@ def _instructions(text: str, sources: Path | None) -> Iterator[tuple[int, dict[s
                 }  # fmt: skip
 
 
-def _line_of(file: str, line: int, sources: Path | None) -> str:
-    """A line of a source that lies somewhere below ``sources`` under the same name."""
-    name = Path(file).name
-    found = next(iter(sources.rglob(name)), None) if sources is not None else None
+def _source_of(file: str, sources: Path | None) -> str:
+    """Text of a source that lies somewhere below ``sources`` under the same name, or at its own path."""
+    found = next(iter(sources.rglob(Path(file).name)), None) if sources is not None else None
     for path in (found, Path(file)):
         try:
-            return path.read_text(errors="replace").splitlines()[line - 1] if path is not None else ""
-        except (OSError, IndexError):
+            if path is not None:
+                return path.read_text(errors="replace")
+        except OSError:
             continue
     return ""
+
+
+def _line_of(file: str, line: int, sources: Path | None) -> str:
+    rows = _source_of(file, sources).splitlines()
+    return rows[line - 1] if 0 < line <= len(rows) else ""
