@@ -84,6 +84,7 @@ class Counting:
             context = self._context = self._context or _context.current()
             cupti = self._cupti = self._cupti or _cupti.open_library()
             context.synchronize()
+            cupti.call("cuptiProfilerInitialize")
             self._names = LaunchNames(cupti, self.max_kernels, self._enough)
             self._names.start()
             self._session = RangeSession(cupti, context.handle, context.device, self._known(cupti, context), self.max_kernels)

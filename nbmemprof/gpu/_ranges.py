@@ -39,7 +39,7 @@ def supported(cupti: Cupti, device: int) -> None:
 
 
 class RangeSession:
-    """Counts every kernel of one context between ``start`` and ``stop``.
+    """Counts every kernel of one context between ``start`` and ``stop``; the caller has initialised the profiler.
 
     Parameters
     ----------
@@ -61,7 +61,6 @@ class RangeSession:
         self.started = False
         self._profiler: Any = None
         self.host: MetricHost | None = None
-        cupti.call("cuptiProfilerInitialize")
         try:
             supported(cupti, device)
             self.chip = chip_name(cupti, device)
