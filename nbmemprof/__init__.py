@@ -39,6 +39,7 @@ _NAMES = {
     "layers": "analyses.layers",
     "ledger": "analyses.ledger",
     "kv_cache": "analyses.kv_cache",
+    "cards": "prediction.cards",
     "experts": "analyses.experts",
     "compare": "comparing",
     "tag": "tags",
@@ -126,6 +127,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.patterns import assert_no_growth as assert_no_growth
     from nbmemprof.patterns import temporary as temporary
     from nbmemprof.prediction.run import predict as predict
+    from nbmemprof.prediction.cards import cards as cards
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
