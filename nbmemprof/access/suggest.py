@@ -1,7 +1,7 @@
 """What would be better? Each change is put through the model first; what the model doesn't confirm is not said.
 
 Global memory: structure of arrays, one wide load for a whole structure, a base on a line's boundary, a tile in shared memory for
-columns. Shared memory: a padded row, a swizzled row, one wide access for neighbouring words.
+columns. Shared memory: a padded row, a swizzled row, lanes side by side, one wide access for neighbouring words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Suggestion:
     Attributes
     ----------
     kind
-        ``structure of arrays``, ``vector width``, ``alignment``, ``shared tile``, ``padding`` or ``swizzle``.
+        ``structure of arrays``, ``vector width``, ``alignment``, ``shared tile``, ``padding``, ``swizzle`` or ``side by side``.
     text
         What to do, in a sentence with its numbers.
     before, after
@@ -60,7 +60,7 @@ def _for_global(access: GlobalAccess) -> list[Suggestion | None]:
     stride = stride_of(access)
     if stride is None or abs(stride) <= access.width:
         return [_aligned(access)]
-    return [_arrays(access, stride), _wider(access, stride), _tile(access, stride), _aligned(access)]
+    return [_tile(access, stride), _arrays(access, stride), _wider(access, stride), _aligned(access)]
 
 
 def _moved(access: GlobalAccess, address: Any, width: int | None = None) -> GlobalAccess:
@@ -101,9 +101,10 @@ def _tile(access: GlobalAccess, stride: int) -> Suggestion | None:
     pad = padded(SharedAccess(tuple(None if a is None else lane * LANES * access.width for lane, a in enumerate(access.addresses)), access.width))
     if pad is None:
         return None
+    what = ("writing", "fill") if access.operation == "store" else ("reading", "take")
     text = (
-        f"Lanes walk down a column ({abs(stride)} B apart). Copy a tile of 32 × 32 through shared memory, reading rows ({rows.sectors} sectors instead of {access.sectors}), "
-        f"and take the column from the tile, declared with {LANES} + {(pad.pitch - LANES * access.width) // access.width} columns ({pad.after} wavefront{'s' if pad.after > 1 else ''})."
+        f"Lanes walk down a column ({abs(stride)} B apart). Copy a tile of 32 × 32 through shared memory, {what[0]} rows ({rows.sectors} sectors instead of {access.sectors}), "
+        f"and {what[1]} the tile by columns, declared with {LANES} + {(pad.pitch - LANES * access.width) // access.width} of them ({pad.after} wavefront{'s' if pad.after > 1 else ''})."
     )
     return Suggestion("shared tile", text, access.sectors, rows.sectors, rows)
 
@@ -122,7 +123,7 @@ def _aligned(access: GlobalAccess) -> Suggestion | None:
 def _for_shared(access: SharedAccess) -> list[Suggestion | None]:
     if access.conflicts == 0:
         return []
-    return [padded(access), swizzled(access), _wider_shared(access)]
+    return [padded(access), swizzled(access), _side_by_side(access), _wider_shared(access)]
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,15 @@ def _row(access: SharedAccess, pitch: int, place: Any) -> SharedAccess:
     """Lanes side by side along row 1 of the changed layout."""
     wide = max(1, min(LANES, pitch // access.width))
     return SharedAccess(tuple(place(lane * access.width, 1) if lane < wide else None for lane in range(LANES)), access.width, access.operation)
+
+
+def _side_by_side(access: SharedAccess) -> Suggestion | None:
+    """Neighbouring lanes take neighbouring elements: a sum by halves instead of strides that double."""
+    if stride_of(access) is None:
+        return None
+    after = SharedAccess(tuple(None if old is None else lane * access.width for lane, old in enumerate(access.addresses)), access.width, access.operation)
+    text = f"Renumber the work so that neighbouring lanes take neighbouring elements (a sum by halves, not by strides that double): {after.wavefronts} wavefront{'' if after.wavefronts == 1 else 's'} instead of {access.wavefronts}."
+    return Suggestion("side by side", text, access.wavefronts, after.wavefronts, after)
 
 
 def _wider_shared(access: SharedAccess) -> Suggestion | None:

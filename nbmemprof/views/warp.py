@@ -14,7 +14,7 @@ __all__ = ["bundle", "picture", "trace_bundle"]
 
 WIDTH, LEFT, CELL = 760, 50, 22
 USED, UNUSED, EXTRA, OFF = "#0072b2", "#dbe7f0", "#e69f00", "#eeeff1"
-_PICTURES = 3  # of a trace: its worst places
+_PICTURES = 3  # of a trace: its worst places, those that look alike once
 
 
 def bundle(access: GlobalAccess | SharedAccess) -> dict[str, str]:
@@ -120,8 +120,9 @@ def trace_bundle(trace: Trace) -> dict[str, str]:
     said = _headline(trace)
     head = ["line", "array", "what", "instructions", "transactions", "needed", "used", "code"]
     rows = [_row(site) for site in trace.sites]
-    worst = sorted((site for site in trace.sites if site.worst.efficiency < 0.75), key=lambda site: site.worst.efficiency)[:_PICTURES]
-    better = [f"Line {site.line}, {site.array}: {one.text}" for site in worst for one in site.worst.suggestions()[:2]]
+    wasting = sorted((site for site in trace.sites if site.worst.efficiency < 0.75), key=lambda site: site.worst.efficiency)
+    worst = list({(site.line, site.worst.explain()): site for site in reversed(wasting)}.values())[::-1][:_PICTURES]
+    better = list(dict.fromkeys(f"Line {site.line}, {site.array}: {one.text}" for site in worst for one in site.worst.suggestions()[:3]))
     notes = [f"Line {site.line}, {site.array}: lanes repeat this place unequally often; repetitions are matched by number, which is an approximation." for site in trace.sites if not site.aligned]
     drawn = "".join(f"<p>{_html(f'Line {site.line}, {site.array}: {middle(site.source, 90)}')}</p>{image(*picture(site.worst))}" for site in worst)
     lists = "".join(f"<ul>{''.join(f'<li>{_html(one)}</li>' for one in part)}</ul>" for part in (better, notes) if part)

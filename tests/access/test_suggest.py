@@ -44,7 +44,7 @@ def test_a_field_of_a_structure_asks_for_a_structure_of_arrays_or_one_wide_load(
 def test_a_column_asks_for_a_tile_in_shared_memory_with_a_padded_row():
     (tile,) = [one for one in mp.access.global_load(lambda t: 1024 * t).suggestions() if one.kind == "shared tile"]
     assert (tile.before, tile.after) == (32, 4)
-    assert "32 + 1 columns (1 wavefront)" in tile.text
+    assert "take the tile by columns, declared with 32 + 1 of them (1 wavefront)" in tile.text
 
 
 def test_a_shifted_start_asks_for_a_boundary():
