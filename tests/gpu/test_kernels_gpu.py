@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 import patterns
 import record_patterns
 
-from nbmemprof.gpu import _device, _loader, twins
+from nbmemprof.gpu import _device, _loader, probes, twins
 
 pytestmark = pytest.mark.gpu
 NEEDLE, SEED, FACTOR = np.uint32(0xDEADBEEF), np.uint32(7), np.float32(1.37)
@@ -129,6 +129,13 @@ GROUPS: list[Callable[[_device.Gpu], Iterator[tuple[str, bool]]]] = [bandwidth, 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda g: g.__name__)
 def test_kernels_compute_what_their_twins_compute(group):
     assert [name for name, right in group(_device.CupyGpu()) if not right] == []
+
+
+@pytest.mark.parametrize("name", probes.NAMES)
+def test_every_probe_measures_here_and_verifies_what_it_measured(name):
+    frame = probes.run(name)
+    assert frame.origin == "measured"
+    assert "verified" not in frame.columns or frame["verified"].all()
 
 
 def main() -> None:
