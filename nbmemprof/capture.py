@@ -22,6 +22,17 @@ from nbmemprof.units import format_count
 __all__ = ["Capture", "Tables", "load"]
 
 META_KEYS = ("origin", "source", "device", "capacity_bytes", "limit_bytes", "conf", "torch", "versions", "warnings", "dropped")
+_OTHER_FILES = {
+    ".html": "a page is written by cap.to_html(path)",
+    ".parquet": "Parquet is a folder of tables, written by cap.to_parquet(folder)",
+    **dict.fromkeys((".pickle", ".pkl", ".pt", ".pth"), "a pickle is what torch writes; this package reads it and writes none"),
+    **dict.fromkeys((".png", ".svg", ".pdf", ".json", ".csv", ".gz"), "it writes the tables of a capture"),
+}
+# how files begin that are given by mistake
+_BEGINNINGS = {
+    b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"%PDF": "a PDF", b"<!do": "an HTML page", b"<!DO": "an HTML page", b"<htm": "an HTML page",
+    b"PAR1": "a single Parquet file (cap.to_parquet writes a folder of them: give the folder)", b"ARRO": "an Arrow file", b"\x7fELF": "a program",
+}  # fmt: skip
 _LIMIT_META = 16 << 20
 _LIMIT_MEMBER = 64 << 30
 _LIMIT_MEMBERS = 256
@@ -151,7 +162,16 @@ class Capture:
         """Write a ``.nbmem`` file: a stored zip of Arrow IPC members and ``meta.json``; returns its path.
 
         The file appears whole or not at all.
+
+        Raises
+        ------
+        CantWrite
+            For a suffix that stands for something else (``.html``, ``.parquet``, ``.pickle``), or a path that can't be written.
         """
+        suffix = Path(path).suffix.lower()
+        if not str(path) or suffix in _OTHER_FILES:
+            what = _OTHER_FILES.get(suffix, "cap.save(path) writes an .nbmem file")
+            raise CantWrite(f"{str(path)!r} can't be what save() writes: {what}. Use cap.save('run.nbmem').")
         with whole_file(path) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             archive.writestr("meta.json", json.dumps({"schema": schema.SCHEMA_VERSION, "tables": list(self.tables), "meta": self.meta}, default=str))
             for name, frame in self.tables.items():
@@ -226,6 +246,8 @@ def load(source: str | os.PathLike[str] | bytes | IO[bytes] | Mapping[str, Any] 
         )
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
+        if not str(source):
+            raise InputRefused("The path is empty. Give the name of a snapshot, an .nbmem file or a folder of Parquet.")
         try:
             if path.is_dir():
                 return _load_folder(path)
@@ -233,6 +255,8 @@ def load(source: str | os.PathLike[str] | bytes | IO[bytes] | Mapping[str, Any] 
                 head = file.read(4)
         except (OSError, ValueError) as error:
             raise InputRefused(f"{str(path)[:200]!r} can't be opened: {getattr(error, 'strerror', None) or error}. Check the path.") from error
+        if head in _BEGINNINGS or head[:3] in _BEGINNINGS:
+            raise InputRefused(f"{path} is {_BEGINNINGS.get(head) or _BEGINNINGS[head[:3]]}, not a snapshot or capture. Give what torch.cuda.memory._dump_snapshot or cap.save wrote.")
         return _load_zip(path, str(path)) if head == b"PK\x03\x04" else torch_snapshot.from_path(path, **options)
     if hasattr(source, "read"):
         data = source.read()
@@ -265,6 +289,8 @@ def _load_zip(file: Path | IO[bytes], where: str) -> Capture:
             infos = {i.filename: i for i in archive.infolist()}
             if len(infos) > _LIMIT_MEMBERS:
                 raise InputRefused(f"{where} has {len(infos)} members; a capture has a few. It is not an .nbmem file.")
+            if any(name.endswith("data.pkl") for name in infos):
+                raise InputRefused(f"{where} was written by torch.save: weights or other tensors, with no history of memory. A snapshot is what torch.cuda.memory._dump_snapshot writes.")
             if "meta.json" not in infos:
                 raise InputRefused(f"{where} is a zip without meta.json: not an .nbmem file. Save a capture with cap.save('run.nbmem').")
             for info in infos.values():
@@ -296,7 +322,7 @@ def _read_member(file: Path | IO[bytes], name: str, where: str) -> bytes:
 def _load_folder(path: Path) -> Capture:
     file = path / "meta.json"
     if not file.is_file() or file.stat().st_size > _LIMIT_META:
-        raise InputRefused(f"{path} has no meta.json of a capture. Write the folder with cap.to_parquet(folder).")
+        raise InputRefused(f"{path} has no meta.json of a capture. Write the folder with cap.to_parquet(folder); a folder of runs is opened by mp.open_run.")
     meta = _meta(file.read_bytes(), str(path))
     names = sorted(p.stem for p in path.glob("*.parquet"))
     lacking = [n for n in schema.TABLES if n not in names]

@@ -271,6 +271,8 @@ def assert_no_growth(
     """
     if repeats < 1 or warmup < 0 or tolerance_bytes < 0:
         raise NbmemprofError(f"repeats is {repeats}, warmup {warmup}, tolerance_bytes {tolerance_bytes}. Use repeats >= 1 and no negative numbers.")
+    if function is not None and not callable(function):
+        raise NbmemprofError(f"assert_no_growth repeats a function, and {function!r} can't be called. Use @mp.assert_no_growth(repeats=3), or mp.assert_no_growth(step, repeats=3).")
     check = _NoGrowth(repeats, warmup, tolerance_bytes, device)
     if function is None:
         return check

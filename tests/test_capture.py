@@ -32,6 +32,42 @@ def test_every_table_is_there_with_its_columns() -> None:
         assert made.tables[name].height == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("page.html", r"cap.to_html\(path\)"), ("run.parquet", r"cap.to_parquet\(folder\)"), ("run.pickle", "writes none"), ("run.png", "tables of a capture"), ("", "writes an .nbmem file")],
+)
+def test_a_suffix_that_means_another_kind_of_file_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(CantWrite, match=text + r".*Use cap.save\('run.nbmem'\)"):
+        small().save(str(tmp_path / name) if name else name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "is a PNG picture, not a snapshot or capture"),
+        (b"<!doctype html><html></html>", "is an HTML page"),
+        (b"PAR1" + bytes(40), "give the folder"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, data: bytes, text: str) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(InputRefused, match=text):
+        mp.load(tmp_path / "file")
+
+
+def test_weights_and_an_empty_path_are_told(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("model/data.pkl", b"\x80\x02}q\x00.")
+        archive.writestr("model/data/0", bytes(12))
+    with pytest.raises(InputRefused, match=r"written by torch.save: weights or other tensors.*_dump_snapshot"):
+        mp.load(tmp_path / "model.pt")
+    with pytest.raises(InputRefused, match="The path is empty"):
+        mp.load("")
+    with pytest.raises(InputRefused, match="a folder of runs is opened by mp.open_run"):
+        mp.load(tmp_path)
+
+
 def test_a_wrong_column_is_refused_by_name_and_both_dtypes() -> None:
     wrong = schema.empty("events").with_columns(pl.col("seq").cast(pl.Int32))
     with pytest.raises(SchemaError, match=r"'seq'.*'events'.*Int32.*Int64"):

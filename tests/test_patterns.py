@@ -142,6 +142,12 @@ def test_it_decorates_a_test_and_wraps_a_block():
         raise KeyError("mine")
 
 
+@pytest.mark.parametrize("given", [3, "step"])
+def test_what_is_no_function_is_refused(given):
+    with pytest.raises(NbmemprofError, match=rf"{given!r} can't be called. Use @mp.assert_no_growth\(repeats=3\)"):
+        mp.assert_no_growth(given)
+
+
 @pytest.mark.parametrize("options", [{"repeats": 0}, {"warmup": -1}, {"tolerance_bytes": -1}])
 def test_numbers_that_make_no_sense_are_refused(options):
     with pytest.raises(NbmemprofError, match="Use repeats >= 1"):

@@ -58,11 +58,18 @@ def live_at(capture: Capture, at: str | float, rows: pl.DataFrame | None = None)
         ``"peak"``, ``"end"``, or a time in µs from the capture's start.
     rows
         ``allocations`` with further columns; as they are in the capture by default.
+
+    Raises
+    ------
+    NbmemprofError
+        For a word that is no moment, or a time at which nothing was recorded.
     """
     if not (at in ("peak", "end") or (isinstance(at, (int, float)) and not isinstance(at, bool))):
         raise NbmemprofError(f"at={at!r} is not a moment. Use 'peak', 'end', or a time in µs from the start.")
     rows = capture.tables["allocations"] if rows is None else rows
     curves = heap.curves(capture)
+    if not isinstance(at, str):
+        _within(capture, curves, float(at))
     if not curves:
         return rows
     parts = []
@@ -87,6 +94,18 @@ def live_at(capture: Capture, at: str | float, rows: pl.DataFrame | None = None)
             alive = (pl.col("alloc_seq").is_null() | (pl.col("alloc_seq") <= seq)) & (alive | (pl.col("free_seq") > seq))
         parts.append(mine.filter(alive))
     return pl.concat(parts)
+
+
+def _within(capture: Capture, curves: list[heap.Curve], at: float) -> None:
+    """Refuse a time that lies outside the recording, or in one without a clock."""
+    times = [curve.time_us[np.isfinite(curve.time_us)] for curve in curves]
+    known = np.concatenate([*times, np.zeros(0)])
+    duration = capture.meta.get("duration_us")
+    end = max([float(known.max(initial=0.0)), *([float(duration)] if isinstance(duration, (int, float)) else [])])
+    if not len(known) and duration is None:
+        raise NbmemprofError(f"at={at:g}: this capture has no clock. Use 'peak' or 'end'.")
+    if not min(0.0, float(known.min(initial=0.0))) <= at <= end:
+        raise NbmemprofError(f"at={at:g} µs is outside the recording, which goes from 0 to {end:.0f} µs. Give a time in it, 'peak' or 'end'.")
 
 
 def _picture(capture: Capture, curve: heap.Curve, snapshot_id: int, like: pl.DataFrame) -> pl.DataFrame:

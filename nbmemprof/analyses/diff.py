@@ -12,7 +12,7 @@ from nbmemprof.analyses._sites import with_site
 from nbmemprof.capture import Capture, load
 from nbmemprof.errors import NbmemprofError
 
-__all__ = ["BY", "diff"]
+__all__ = ["BY", "diff", "on_one_place"]
 
 BY = ("site", "category", "layer", "phase", "function", "kind", "pool", "stream", "op")
 _COLUMN = {"pool": "pool_id", "kind": "kind"}
@@ -36,7 +36,8 @@ def diff(a: Capture | str | os.PathLike[str], b: Capture | str | os.PathLike[str
     -------
     One row a device and ``by`` that changed, the worst first: ``device rank kind <by> a_bytes b_bytes change_bytes change_share`` (of ``a_bytes``; null
     where that is 0) ``a_count b_count verdict`` (``worse better new gone``; ``same``: as many bytes in another number of blocks) ``origin``. Rows
-    without a change are left out, so nothing is left of a run and itself. Bytes are those the allocator gave.
+    without a change are left out, so nothing is left of a run and itself. Bytes are those the allocator gave. Where each run has one device, and not the
+    same (a CPU and a GPU, or two ranks), these are compared, under the name that ``b`` has.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def diff(a: Capture | str | os.PathLike[str], b: Capture | str | os.PathLike[str
     before, after = _open(a), _open(b)
     column = _COLUMN.get(by, by)
     keys = [*_HEAP, *([] if column == "kind" else [column])]
-    held = [_held(capture, by, at) for capture in (before, after)]
+    held = on_one_place(*(_held(capture, by, at) for capture in (before, after)))
     if by == "site":
         held[0] = _follow_lines(held[0], held[1])
     sums = [
@@ -74,6 +75,14 @@ def diff(a: Capture | str | os.PathLike[str], b: Capture | str | os.PathLike[str
     shown = [*keys, "a_bytes", "b_bytes", "change_bytes", "change_share", "a_count", "b_count", "verdict", *(["a_site"] if by == "site" else []), "origin"]
     made = made.select(shown).sort("change_bytes", *keys, descending=[True, *(False for _ in keys)], nulls_last=True)
     return made.rename({column: by}) if column != by else made
+
+
+def on_one_place(before: pl.DataFrame, after: pl.DataFrame) -> list[pl.DataFrame]:
+    """Give the rows of ``before`` the device of ``after`` where each has one alone: a run on another device is still the run before."""
+    places = [rows.select(_HEAP).unique() for rows in (before, after)]
+    if any(rows.height != 1 for rows in places) or places[0].equals(places[1]):
+        return [before, after]
+    return [before.with_columns(pl.lit(places[1][name][0], dtype=before.schema[name]).alias(name) for name in _HEAP), after]
 
 
 def _open(given: Any) -> Capture:

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from nbmemprof.analyses.diff import diff
+from nbmemprof.analyses.diff import diff, on_one_place
 from nbmemprof.analyses.summary import summary
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count
@@ -23,10 +23,10 @@ def totals(a: Capture, b: Capture) -> pl.DataFrame:
     Returns
     -------
     A row a device and measure (``peak``, ``at the end``, ``peak reserved``; of a watch, its gauges): ``device rank kind measure a_bytes b_bytes change_bytes
-    change_share``; a measure that either run lacks is left out.
+    change_share``; a measure that either run lacks is left out. One device each is compared, be it another.
     """
     keys = ["device", "rank", "kind", "measure"]
-    sides = [_measures(capture).rename({"bytes": f"{side}_bytes"}) for side, capture in zip("ab", (a, b), strict=True)]
+    sides = [rows.rename({"bytes": f"{side}_bytes"}) for side, rows in zip("ab", on_one_place(_measures(a), _measures(b)), strict=True)]
     joined = sides[0].join(sides[1], on=keys, how="inner", nulls_equal=True, maintain_order="left")
     change = pl.col("b_bytes") - pl.col("a_bytes")
     return joined.with_columns(change_bytes=change, change_share=pl.when(pl.col("a_bytes") > 0).then(change / pl.col("a_bytes")))
@@ -53,7 +53,10 @@ def _measures(capture: Capture) -> pl.DataFrame:
 def report(a: Capture, b: Capture, *, by: str = "site", at: str | float = "peak", top: int = 20) -> str:
     """Totals, then what changed, the worst first."""
     whole, changes = totals(a, b), diff(a, b, by, at=at)
-    lines = [sentence(row) for row in whole.iter_rows(named=True)] or ["neither run tells of its peak or its end"]
+    places = [_places(capture) for capture in (a, b)]
+    lines = [f"before: {places[0]}; after: {places[1]}"] if places[0] != places[1] and all(places) else []
+    nothing = "no device is in both runs" if lines else f"{'neither run tells' if not any(places) else 'one of the runs does not tell'} of its peak or its end"
+    lines += [sentence(row) for row in whole.iter_rows(named=True)] or [nothing]
     if changes.is_empty():
         return "\n".join([*lines, f"nothing changed by {by}."])
     many = changes.select(pl.col("device").n_unique() > 1).item()
@@ -63,6 +66,12 @@ def report(a: Capture, b: Capture, *, by: str = "site", at: str | float = "peak"
     cut = f" ({top} of {format_count(changes.height)})" if changes.height > top else ""
     moment = {"peak": "at the peak", "end": "at the end"}.get(str(at), f"at {at} µs")
     return "\n".join([*lines, "", f"Changes by {by}, {moment}{cut}", *aligned(head, rows)])
+
+
+def _places(capture: Capture) -> str:
+    """Devices of which a run tells: ``GPU 0, GPU 1``, or ``host memory``."""
+    devices = _measures(capture)["device"].unique().sort().to_list()
+    return ", ".join("host memory" if device is None else f"GPU {device}" for device in devices)
 
 
 def sentence(row: dict[str, Any]) -> str:

@@ -35,6 +35,40 @@ def run(blocks: list[tuple[str, int, bool]]) -> Capture:
 BEFORE = [("model.py:5 build", 4, True), ("train.py:20 step", 8, False), ("data.py:7 load", 2, True)]
 
 
+def on(device: int | None, blocks: list[tuple[str, int, bool]]) -> Capture:
+    """The same on another GPU, or on the host."""
+    made = run(blocks)
+    kind = "device" if device is not None else "host"
+    tables = {}
+    for name in ("events", "segments", "blocks", "stacks"):
+        frame = made.tables[name]
+        if "device" in frame.columns:
+            frame = frame.with_columns(pl.lit(device, dtype=pl.Int64).alias("device"), pl.lit(kind, dtype=frame.schema["kind"]).alias("kind"))
+        tables[name] = frame
+    return heap.build(tables, source="test")
+
+
+@pytest.mark.parametrize(("device", "word"), [(None, "host memory"), (3, "GPU 3")])
+def test_one_device_each_is_compared_be_it_another(device, word, tmp_path, capsys):
+    before, after = on(device, BEFORE), run([("model.py:5 build", 6, True), *BEFORE[1:]])
+    found = mp.diff(before, after)
+    assert found.select("device", "site", "change_bytes", "verdict").rows() == [(0, "model.py:5", 2 * MIB, "worse")]
+    before.save(tmp_path / "a.nbmem")
+    after.save(tmp_path / "b.nbmem")
+    assert main(["diff", str(tmp_path / "a.nbmem"), str(tmp_path / "b.nbmem"), "--fail-above", "10%"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"before: {word}; after: GPU 0\nGPU 0 peak: 14 MiB → 16 MiB, +2 MiB (+14.3%)")
+
+
+def test_runs_on_several_devices_of_which_none_is_shared_say_so(capsys):
+    two = [on(d, BEFORE).tables for d in (4, 5)]
+    both = heap.build({n: pl.concat([t[n] for t in two]) if n != "stacks" else two[0][n] for n in ("events", "segments", "blocks", "stacks")}, source="test")
+    from nbmemprof.views import changes
+
+    said = changes.report(both, run(BEFORE))
+    assert said.splitlines()[:2] == ["before: GPU 4, GPU 5; after: GPU 0", "no device is in both runs"]
+
+
 def test_each_line_says_what_became_of_it_the_worst_first():
     after = run([("model.py:5 build", 4, True), ("train.py:20 step", 12, False), ("cache.py:3 put", 6, True)])
     found = mp.diff(run(BEFORE), after)

@@ -63,7 +63,9 @@ def test_breakdown_at_the_peak_at_the_end_and_at_a_time() -> None:
     assert mp.breakdown(made).select("device", "category", "size_bytes", "share", "evidence").rows() == [(0, "unknown", 12 * MIB, 1.0, "none")]
     assert mp.breakdown(made, at="end")["size_bytes"].to_list() == [5 * MIB]
     assert mp.breakdown(made, at=3.0)["size_bytes"].to_list() == [4 * MIB]
-    assert mp.breakdown(made, at=-1.0).height == 0
+    for at in (-1.0, 1e9, float("nan")):
+        with pytest.raises(mp.NbmemprofError, match=r"is outside the recording, which goes from 0 to \d+ µs\. Give a time in it"):
+            mp.breakdown(made, at=at)
 
 
 @pytest.mark.parametrize("at", ["middle", None, True])
