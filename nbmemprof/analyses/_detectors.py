@@ -46,7 +46,7 @@ class Finding:
     origin: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
     """What the detectors share, looked up once."""
 

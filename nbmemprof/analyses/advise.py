@@ -9,6 +9,7 @@ import polars as pl
 
 from nbmemprof.analyses._detectors import DETECTORS, Finding, Seen
 from nbmemprof.analyses._trials import Trials, trials
+from nbmemprof.analyses._usage import USAGE
 from nbmemprof.analyses.oom import oom
 from nbmemprof.analyses.pools import pools
 from nbmemprof.capture import Capture
@@ -43,7 +44,7 @@ def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
     null: not to be told); ``origin``: ``replayed`` for what other settings would have done, else that of the capture.
     """
     seen = Seen(capture)
-    found = [one for detector in DETECTORS for one in detector(seen)]
+    found = [one for detector in (*DETECTORS, *USAGE) for one in detector(seen)]
     if replay and seen.is_cuda:
         found = [*_refused(capture), *found, *_settings(trials(capture)), *_pools(capture)]
     rows = [

@@ -24,6 +24,7 @@ _NEAR = 0.9  # of the capacity or limit
 _COSTLY = 0.05  # share of the cell's time that recording, or the allocator's device calls, took
 _LONG_STALL_US = 10_000
 _ADVICE = 2  # sentences of what the rules prove
+_ANYWHERE = ("one_checkpoint", "first_step")  # rules that hold for host memory too
 
 
 def findings(capture: Capture) -> list[str]:
@@ -143,10 +144,10 @@ def _retries(known: Facts, device: Device) -> list[str]:
 
 def _proven(known: Facts, device: Device) -> list[str]:
     """What the allocator's rules prove, and the time that device calls took: the advice that needs no replay."""
-    if device.kind != "device":
-        return []
     rows = known.ask("advise", replay=False)
-    if rows.height:
+    if rows.height and device.kind != "device":
+        rows = rows.filter(pl.col("device").is_null() & pl.col("rule").is_in(_ANYWHERE))
+    elif rows.height:
         here = [pl.col(name).is_null() | pl.col(name).eq_missing(pl.lit(value, dtype=pl.Int64)) for name, value in (("device", device.device), ("rank", device.rank))]
         rows = rows.filter(*here)
         small = pl.col("saving_bytes") < max(_MIN_GAP, (device.number("peak_reserved_bytes") or 0) // 20)

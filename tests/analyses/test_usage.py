@@ -1,0 +1,106 @@
+"""Findings that categories, phases and the ledger show, on small versions of cases from the field."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import ROOT
+
+import nbmemprof as mp
+from nbmemprof.capture import Capture
+from nbmemprof.views.findings import findings
+
+torch: Any = pytest.importorskip("torch")
+MIB = 1 << 20
+
+
+def recorded(work: Callable[[], Any]) -> Capture:
+    with mp.record() as rec:
+        held = work()
+    del held
+    assert rec.capture is not None
+    return rec.capture
+
+
+def found(capture: Capture, rule: str) -> str | None:
+    rows = [row for row in mp.advise(capture, replay=False).to_dicts() if row["rule"] == rule]
+    return f"{rows[0]['finding']} {rows[0]['action']}" if rows else None
+
+
+# ---------------------------------------------------------------------- the second iteration needs more than the first
+def adam(steps: int = 3, optimizer: str = "Adam") -> Any:
+    net = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(4)])
+    opt = getattr(torch.optim, optimizer)(net.parameters(), lr=1e-4)
+    for _ in range(steps):
+        net(torch.randn(16, 256)).square().mean().backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+    return net, opt
+
+
+@pytest.mark.cost(4)
+def test_the_state_that_adam_makes_in_its_first_step_is_named_and_is_no_leak() -> None:
+    capture = recorded(adam)
+    said = found(capture, "first_step") or ""
+    for word in ("optimizer state", "first step", "exp_avg", "2 MiB", "test_usage.py:"):
+        assert word in said
+    assert "leak" not in said and mp.leaks(capture).is_empty()
+    weights, grads, state = (4 * 4 * 256 * 256 * n for n in (1, 1, 2))
+    held = dict(mp.breakdown(capture, at="end").select("category", "requested_bytes").iter_rows())
+    assert (held["weights"], held["gradients"], held["optimizer_state"]) == (weights, grads, state + 4 * 4)  # and a step counter each
+    assert said.split(" Judge")[0] in " ".join(findings(capture))
+
+
+def test_an_optimizer_without_state_has_no_first_step_to_speak_of() -> None:
+    assert found(recorded(lambda: adam(optimizer="SGD")), "first_step") is None
+
+
+# ---------------------------------------------------------------------- checkpointing that saves nothing
+SIZE, BLOCKS, OPS = 1 << 18, 8, 4
+
+
+def block(x: Any) -> Any:
+    for _ in range(OPS):
+        x = x.sin()
+    return x
+
+
+def whole(x: Any) -> Any:
+    for _ in range(BLOCKS):
+        x = block(x)
+    return x
+
+
+def checkpointed(*, each: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.zeros(SIZE // 4, requires_grad=True)
+    for part in [block] * BLOCKS if each else [whole]:
+        x = checkpoint(part, x, use_reentrant=False)
+    x.sum().backward()
+
+
+@pytest.mark.cost(2)
+def test_one_checkpoint_around_everything_is_told_and_one_a_block_is_not() -> None:
+    once, each = recorded(lambda: checkpointed(each=False)), recorded(lambda: checkpointed(each=True))
+    said = found(once, "one_checkpoint") or ""
+    for word in ("Checkpoint", "recompute", "backward", "each block"):
+        assert word in said
+    assert found(each, "one_checkpoint") is None
+    peaks = [mp.summary(c)["peak_allocated_bytes"].item() // SIZE for c in (once, each)]
+    assert peaks[0] >= BLOCKS * OPS and peaks[1] <= BLOCKS + OPS + 4
+
+
+# ---------------------------------------------------------------------- the ledger's part, from an H200
+def ledger_of(name: str) -> Capture:
+    return mp.load(gzip.decompress((ROOT / "tests" / "fixtures" / "h200" / "ledger" / f"{name}.nbmem.gz").read_bytes()))
+
+
+def test_the_pool_of_cupy_and_a_strangers_memory_are_findings() -> None:
+    said = found(ledger_of("cupy"), "cupy_pool") or ""
+    assert "384 MiB" in said and "free_all_blocks" in said and "context" not in said
+    assert "295 MiB of the" in (found(ledger_of("foreign"), "unexplained") or "")
+    assert [found(ledger_of(name), rule) for name, rule in (("gpt2_train", "cupy_pool"), ("before_foreign", "unexplained"))] == [None, None]
