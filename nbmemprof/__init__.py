@@ -81,16 +81,18 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """``%load_ext nbmemprof``."""
-    from nbmemprof import magics
+    from nbmemprof import cuda_cell, magics
 
     magics.load(shell)
+    cuda_cell.load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """``%unload_ext nbmemprof``: nothing of it stays in the shell."""
-    from nbmemprof import magics
+    from nbmemprof import cuda_cell, magics
 
     magics.unload(shell)
+    cuda_cell.unload(shell)
 
 
 if TYPE_CHECKING:  # "as": a type checker counts these as public names

@@ -48,6 +48,7 @@ ALLOWED = {
     "watching": GROUND | {"watching", "recording", "analyses"},
     "runs": GROUND | {"watching", "analyses", "history"},
     "comparing": GROUND | {"recording", "analyses"},
+    "cuda_cell": GROUND | {"gpu", "flags", "cuda_cell"},
     "verbs": GROUND | {"verbs", "access", "allocator", "gpu", "prediction", "searching", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
     "magics": GROUND | {"gpu", "prediction", "holding", "sources", "analyses", "views", "verbs", "flags", "history", "memory_stats", "recording"},
 }

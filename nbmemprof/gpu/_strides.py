@@ -9,11 +9,12 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nbmemprof import access
 
-__all__ = ["stride_of"]
+__all__ = ["Modelled", "modelled", "stride_of"]
 
 _LANES = 32
 _CASTS = re.compile(r"\(\s*(?:const\s+)?(?:unsigned\s+|signed\s+)?(?:long\s+long|long|int|short|char|size_t|ptrdiff_t|u?int\d+_t|unsigned|Index|Count)(?:\s+int)?\s*\)")
@@ -44,7 +45,7 @@ def stride_of(source: str, line: int, *, operation: str, space: str, width_bytes
     """
     found = set()
     for name, index, member in _accesses(source, line, operation):
-        if (re.search(rf"__shared__[^;]*\b{name}\s*\[", source) is not None) != (space == "shared"):
+        if _is_shared(source, name) != (space == "shared"):
             continue
         told = _lane_stride(source, line, index, block)
         if told is not None and _explains(source, name, told, member, width_bytes, space, each):
@@ -54,7 +55,52 @@ def stride_of(source: str, line: int, *, operation: str, space: str, width_bytes
     return found.pop() if len(found) == 1 else None
 
 
+@dataclass(frozen=True)
+class Modelled:
+    """What the access model says of one access of a source line: ``units`` sectors (shared memory: wavefronts) a warp where ``ideal`` would do."""
+
+    line: int
+    array: str
+    operation: str
+    stride: str
+    unit: str
+    units: int
+    ideal: int
+
+
+def modelled(source: str, kernel: str, block: tuple[int, int, int]) -> list[Modelled]:
+    """Every access of a kernel whose stride its text tells, and what it costs by the model."""
+    head = next((match for match in _FUNCTION.finditer(source) if match.group(1) == kernel), None)
+    if head is None:
+        return []
+    first = source[: head.start()].count("\n") + 1
+    after = next((match.start() for match in _FUNCTION.finditer(source) if match.start() > head.start()), len(source))
+    found = []
+    for line in range(first, source[:after].rstrip().count("\n") + 2):
+        for operation in ("load", "store"):
+            for name, index, member in () if "__shared__" in _line(source, line) else _accesses(source, line, operation):
+                told, width = _lane_stride(source, line, index, block), _width(source, name)
+                if told is None or width is None or member:
+                    continue
+                step = abs(told[0] if told[0] is not None else 1 << 20) * width
+                shared = _is_shared(source, name)
+                cost: Any = access.shared_load(lambda t, step=step: t * step, width, element_bytes=1) if shared else access.global_load(lambda t, step=step: t * step, width, element_bytes=1)
+                units, ideal = (cost.wavefronts, cost.ideal_wavefronts) if shared else (cost.sectors, cost.ideal_sectors)
+                found.append(Modelled(line, name, operation, told[1], "wavefronts" if shared else "sectors", units, ideal))
+    return found
+
+
 # ---------------------------------------------------------------------- the text
+def _is_shared(source: str, name: str) -> bool:
+    return re.search(rf"__shared__[^;]*\b{name}\s*\[", source) is not None
+
+
+def _width(source: str, name: str) -> int | None:
+    """Bytes of an array's element, by its declaration."""
+    typed = re.search(rf"\b([a-z_]\w*(?:\s+long)?)\s*(?:\*\s*(?:__restrict__\s*)?{name}\b|\s{name}\s*\[)", source)
+    return _SIZES.get(typed.group(1)) if typed else None
+
+
 def _line(source: str, line: int) -> str:
     rows = source.splitlines()
     return rows[line - 1].split("//")[0] if 0 < line <= len(rows) else ""
