@@ -35,8 +35,8 @@ class Choice:
 
 _SOURCE = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
 TABLE: dict[tuple[str, str], Choice] = {
-    ("hopper", "2.11"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 128, "measured: H200, torch 2.11.0+cu130"),
-    ("hopper", "2.13"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 128, _SOURCE),
+    ("hopper", "2.11"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 256, "measured: H200, torch 2.11.0+cu130"),
+    ("hopper", "2.13"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 256, _SOURCE),
 }
 
 
@@ -62,17 +62,16 @@ def _fits(torch: Any, table: Choice, kernel: str, query: Any, key: Any, value: A
         return False
     if any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in (query, key, value)) or 0 in (query.shape[2], key.shape[2], query.shape[0]):
         return False
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+    if mask is not None and mask.stride(-1) != 1 and mask.shape[-1] != 1:
         return False
     width = max(query.shape[-1], value.shape[-1])
     grouped = gqa and query.shape[1] != key.shape[1]
+    needs = torch.is_grad_enabled() and mask is not None and mask.requires_grad
     if kernel == "flash":
         return mask is None and width <= table.flash_head_dim and query.shape[-1] == value.shape[-1]
     if kernel == "efficient":
         return not grouped and query.shape[1] == key.shape[1] == value.shape[1]
-    if query.shape[2] == 1 or query.shape[-1] % 8 or value.shape[-1] % 8:
-        return False
-    return width <= table.cudnn_head_dim
+    return not needs and query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0 and width <= table.cudnn_head_dim
 
 
 def run(torch: Any, gpu: GPU, version: str, record: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Any:
@@ -94,10 +93,10 @@ def run(torch: Any, gpu: GPU, version: str, record: Any, query: Any, key: Any, v
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
         return out if out.shape[-1] == width else out[..., :width]
     if mask is not None:
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        if mask.shape[-1] % 8:
-            size = mask.shape[-1]
+        size = mask.shape[-1]
+        if size % 8 and size == key.shape[2]:
             mask = torch.nn.functional.pad(mask, (0, 8 - size % 8))[..., :size]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, lse, dropout, causal, scale=scale)[0]
 
 
@@ -111,23 +110,29 @@ def _additive(torch: Any, mask: Any, query: Any) -> Any:
 def _math(torch: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool) -> Any:
     """``_scaled_dot_product_attention_math``, which adds the mask out of place for fakes only."""
     dtype = query.dtype
+    wide, wide_key, wide_value = query, key, value
     if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
-        query, key, value = query.to(torch.float32), key.to(torch.float32), value.to(torch.float32)
+        wide, wide_key, wide_value = query.to(torch.float32), key.to(torch.float32), value.to(torch.float32)
     factor = abs(scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
-    query = query * (-factor if scale is not None and scale < 0 else factor)
+    scaled = wide * (-factor if scale is not None and scale < 0 else factor)
     if causal:
         mask = torch.ones((query.shape[-2], key.shape[-2]), dtype=torch.bool, device=query.device).tril()
-        mask = _additive(torch, mask, query)
+        mask = _additive(torch, mask, wide)
+    every_key, every_value = wide_key, wide_value
     if gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = torch.matmul(query, key.transpose(-2, -1) * factor)
+        every_key = wide_key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        every_value = wide_value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(scaled, every_key.transpose(-2, -1) * factor)
     if mask is not None:
         scores.add_(mask)
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if dropout > 0.0:
         scores = torch.dropout(scores, dropout, train=True)
-    return torch.matmul(scores, value).to(dtype)
+    out = torch.matmul(scores, every_value)
+    if dtype != out.dtype:
+        returned = scores.to(dtype)  # the scores are a result too
+        out, scores = out.to(dtype), returned
+    return out
 
 
 def _padded(torch: Any, tensor: Any, to: int) -> Any:

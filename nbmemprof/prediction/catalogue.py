@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import polars as pl
 
 from nbmemprof.errors import NbmemprofError
+from nbmemprof.prediction import _gpus
 
-__all__ = ["CATALOGUE", "GPU", "Outside", "find"]
+__all__ = ["CATALOGUE", "GPU", "Outside", "find", "gpus", "outside_of"]
 
 MIB = 1 << 20
 
@@ -67,6 +70,8 @@ class GPU:
         Version whose rules hold unless the caller names one: the one measured on this GPU.
     sources
         Where each number is from.
+    capacity_plus_minus_bytes
+        How far ``capacity_bytes`` differs between drivers, with ECC and with a display; 0 where it was measured.
     """
 
     name: str
@@ -79,14 +84,47 @@ class GPU:
     outside: Outside
     torch: str = "2.11"
     sources: tuple[str, ...] = field(default=())
+    capacity_plus_minus_bytes: int = 0
+
+
+def _modelled(sms: int, capability: tuple[int, int]) -> Outside:
+    """What lies outside the allocator where nobody measured it: of the H200's context 1 KiB for each resident thread goes with their number."""
+    threads = sms * _gpus.THREADS_PER_SM[capability] - 132 * _gpus.THREADS_PER_SM[9, 0]
+    step = round(threads * 1024 / MIB)
+    known = _HOPPER_13
+    steps = (getattr(known, name) + step for name in ("context", "kernels", "blas", "second_blas", "cudnn", "fft", "solver"))
+    return Outside(*steps, plus_minus=250, source=_gpus.OUTSIDE_SOURCE)
+
+
+def _reported(name: str, title: str, mib: int, off: int, sms: int, capability: tuple[int, int], generation: str) -> GPU:
+    sources = (
+        f"capacity: reported by torch in public logs, ± {off} MiB",
+        "SMs, capability: NVIDIA's data sheets",
+        f"cuBLAS: {_gpus.CUBLAS_SOURCE}",
+        f"outside: {_gpus.OUTSIDE_SOURCE}",
+    )
+    return GPU(
+        name,
+        title,
+        mib * MIB,
+        sms,
+        capability,
+        generation,
+        _gpus.cublas_workspace_bytes(capability),
+        _modelled(sms, capability),
+        sources=sources,
+        capacity_plus_minus_bytes=off * MIB,
+    )
 
 
 CATALOGUE: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
         GPU("H200", "NVIDIA H200", 150_109_880_320, 132, (9, 0), "hopper", 32 * MIB, _HOPPER_13, sources=("measured: cudaMemGetInfo, driver 580.159.04",)),
+        *(_reported(*row) for row in _gpus.REPORTED),
     )
 }
+_ALIASES = {"a100": "A100-80GB", "a100sxm480gb": "A100-80GB", "a10080gbpcie": "A100-80GB", "h100sxm": "H100", "h10080gb": "H100", "a6000": "RTX A6000"}
 
 
 def find(name: str | GPU) -> GPU:
@@ -99,8 +137,45 @@ def find(name: str | GPU) -> GPU:
     """
     if isinstance(name, GPU):
         return name
-    wanted = name.lower().replace("nvidia", "").replace(" ", "").replace("-", "")
+    wanted = _plain(_ALIASES.get(_plain(name), name))
     for gpu in CATALOGUE.values():
-        if wanted in (gpu.name.lower().replace("-", ""), gpu.title.lower().replace("nvidia", "").replace(" ", "").replace("-", "")):
+        if wanted in (_plain(gpu.name), _plain(gpu.title)):
             return gpu
     raise NbmemprofError(f"There is no GPU {name!r} in the catalogue. Known are: {', '.join(CATALOGUE)}.")
+
+
+def _plain(name: str) -> str:
+    text = name.lower()
+    for word in ("nvidia", "geforce", "tesla", "quadro", " ", "-", "_"):
+        text = text.replace(word, "")
+    return text if not text.isdigit() else f"rtx{text}"
+
+
+def outside_of(gpu: GPU, cuda: int = 13) -> Outside:
+    """The table of what lies outside the allocator for a CUDA major version: CUDA 13's was measured on an H200, others are that with a larger error."""
+    if cuda == 13:
+        return gpu.outside
+    return replace(
+        gpu.outside,
+        plus_minus=gpu.outside.plus_minus + 100,
+        source=f"{gpu.outside.source}; CUDA {cuda} was not measured: CUDA 13's numbers with a larger error",
+    )
+
+
+def gpus() -> pl.DataFrame:
+    """Which GPUs are known, and what is known of each?
+
+    Returns
+    -------
+    One row a GPU by capacity: ``gpu title generation capability sms capacity_bytes capacity_plus_minus_bytes cublas_workspace_bytes outside_bytes`` (context,
+    kernels and two cuBLAS handles, as in training) ``outside_plus_minus_bytes sources``.
+    """
+    rows = [
+        {
+            "gpu": g.name, "title": g.title, "generation": g.generation, "capability": ".".join(map(str, g.capability)), "sms": g.sms, "capacity_bytes": g.capacity_bytes,
+            "capacity_plus_minus_bytes": g.capacity_plus_minus_bytes, "cublas_workspace_bytes": g.cublas_workspace_bytes, "outside_bytes": g.outside.second_blas * MIB,
+            "outside_plus_minus_bytes": g.outside.plus_minus * MIB, "sources": "; ".join(g.sources),
+        }
+        for g in CATALOGUE.values()
+    ]  # fmt: skip
+    return pl.DataFrame(rows).sort("capacity_bytes", "gpu")
