@@ -63,8 +63,8 @@ def mended(row: Mapping[str, Any], faults: frozenset[str] | set[str]) -> Work | 
     if "local" in faults and row["local_bytes"]:
         work = _without_local(work, row)
     if "narrow" in faults:  # the same bytes by 16-byte accesses: full lines
-        moved = ((row["load_bytes"] or 0.0) + (row["store_bytes"] or 0.0)) / LINE_BYTES
-        work = replace(work, wavefronts=min(work.wavefronts, _shared(row) + moved))
+        whole = ((row["load_bytes"] or 0.0) + (row["store_bytes"] or 0.0)) / LINE_BYTES
+        work = replace(work, wavefronts=min(work.wavefronts, _shared(row) + whole))
     return work
 
 
@@ -104,4 +104,4 @@ def predicted_us(row: Mapping[str, Any], faults: frozenset[str] | set[str], ceil
     then = bounds_us(after, row, ceilings)
     if not then:
         return None
-    return min(row["duration_us"], max(then.values()) + START_US)
+    return min(float(row["duration_us"]), max(then.values()) + START_US)

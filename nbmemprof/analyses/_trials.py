@@ -105,6 +105,8 @@ def _is_served(one: Followed, requests: Requests, settings: Settings, place: int
     operations, moments = requests.bound(model)
     row, end = one.recording.rows.height, (len(requests.cold) + place + 1) * M.WORDS
     until = operations[:end].copy()
+    kinds = until[M.T_KIND :: M.WORDS]
+    kinds[kinds == M.OOM] = M.OTHER  # earlier refusals are not asked again: this one is the question
     until[-M.WORDS + M.T_KIND], until[-M.WORDS + M.T_ROW] = M.ALLOC, row
     rows = np.zeros(2 * (row + 1), np.int64)
     model.m[M.MODE], model.m[M.END], model.m[M.STOP] = M.MUTE, 0, end

@@ -37,7 +37,7 @@ def kernel_findings(capture: Capture) -> pl.DataFrame:
     """
     ceilings = capture.meta.get("ceilings") or {}
     frame, lines = kernels(capture), kernel_lines(capture)
-    total = frame["duration_us"].sum() or 0.0
+    total = float(frame["duration_us"].sum() or 0.0)
     rows: list[dict[str, Any]] = []
     for group in frame.partition_by("device", "name", "site", "grid", "block", maintain_order=True) if frame.height else []:
         row, took = group.row(0, named=True), float(group["duration_us"].sum() or 0.0)

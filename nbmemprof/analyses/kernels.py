@@ -145,4 +145,4 @@ def ceiling_bytes_per_s(ceilings: Mapping[str, Any], read_share: float | None) -
     known = [(at, float(ceilings[name])) for name, at in (("write", 0.0), ("copy", 0.5), ("triad", 2 / 3), ("read", 1.0)) if ceilings.get(name)]
     if read_share is None or not known:
         return None
-    return float(np.interp(read_share, *zip(*known, strict=True)))
+    return float(np.interp(read_share, [at for at, _ in known], [rate for _, rate in known]))

@@ -139,6 +139,7 @@ def _read(cbid: int, told: Any) -> Launch:
     name = (told.symbol or b"").decode(errors="replace")
     if cbid in _GRAPHS:
         return Launch("graph", None, None, None, None, _stack(), graph=True, time_s=time.perf_counter())
+    config: Any
     if cbid in _CONFIGURED:
         config = ctypes.cast(told.params, ctypes.POINTER(ctypes.POINTER(_structs.LaunchConfig))).contents.contents
     else:

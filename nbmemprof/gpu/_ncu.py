@@ -91,7 +91,7 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
         made = tables(rows, launches, device=0, began=began)
         if lines:
             made[kernel_lines.TABLE] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), launches, place)
-    told = {
+    told: dict[str, Any] = {
         "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
         "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,
     }  # fmt: skip
@@ -101,7 +101,7 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
 def _packed(target: Any, args: tuple[Any, ...], place: Path) -> Path:
     """The function and its arguments in a file that the child opens."""
     try:
-        import cloudpickle as pickler  # type: ignore[import-not-found,unused-ignore]  # takes functions of a notebook too
+        import cloudpickle as pickler  # type: ignore[import-not-found,import-untyped,unused-ignore]  # takes functions of a notebook too
     except ImportError:
         pickler = pickle
     if pickler is pickle and getattr(target, "__module__", None) == "__main__":

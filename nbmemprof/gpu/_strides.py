@@ -84,7 +84,8 @@ def modelled(source: str, kernel: str, block: tuple[int, int, int]) -> list[Mode
                     continue
                 step = abs(told[0] if told[0] is not None else 1 << 20) * width
                 shared = _is_shared(source, name)
-                cost: Any = access.shared_load(lambda t, step=step: t * step, width, element_bytes=1) if shared else access.global_load(lambda t, step=step: t * step, width, element_bytes=1)
+                lanes = [lane * step for lane in range(_LANES)]
+                cost: Any = access.shared_load(lanes, width) if shared else access.global_load(lanes, width)
                 units, ideal = (cost.wavefronts, cost.ideal_wavefronts) if shared else (cost.sectors, cost.ideal_sectors)
                 found.append(Modelled(line, name, operation, told[1], "wavefronts" if shared else "sectors", units, ideal))
     return found

@@ -34,7 +34,7 @@ def has(capture: Capture) -> bool:
 def headline(capture: Capture) -> str:
     """How many kernels, how long, how they were counted, what that cost."""
     told, frame = capture.meta.get("counters") or {}, kernels(capture)
-    took, count = frame["duration_us"].sum() or 0.0, frame.height
+    took, count = float(frame["duration_us"].sum() or 0.0), frame.height
     parts = [f"{format_count(count)} kernel{'' if count == 1 else 's'} counted, {format_time_us(took)} on the GPU"]
     passes, seconds = told.get("passes"), told.get("total_s")
     if passes:
