@@ -37,6 +37,10 @@ _SOURCE = "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
 TABLE: dict[tuple[str, str], Choice] = {
     ("hopper", "2.11"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 256, "measured: H200, torch 2.11.0+cu130"),
     ("hopper", "2.13"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 256, _SOURCE),
+    ("blackwell", "2.11"): Choice(("cudnn", "flash", "efficient", "math"), ("efficient", "math"), 256, 256, _SOURCE),
+    # cuDNN comes first on compute capability 9.0 and 10.x only; flash needs 8.0
+    **{(name, "2.11"): Choice(("flash", "efficient", "math"), ("efficient", "math"), 256, 0, _SOURCE) for name in ("ampere", "ada", "blackwell-rtx")},
+    ("turing", "2.11"): Choice(("efficient", "math"), ("efficient", "math"), 0, 0, _SOURCE),
 }
 
 
