@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbmemprof.prediction import attention
+from nbmemprof.prediction.kernels import recurrent
 
 __all__ = ["registered"]
 
@@ -19,9 +20,12 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
     def sdpa(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
         return attention.run(torch, rules.gpu, rules.version, record, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
-    def in_recorder(recorder: Any, _func: Any, args: Any, kwargs: Any) -> Any:  # inference mode skips the autograd keys
-        with recorder:
-            return sdpa(*args, **kwargs)
+    aten_linear = torch.ops.aten.linear.default
+
+    def linear(source: Any, weight: Any, bias: Any = None) -> Any:
+        if bias is None or source.dim() < 3 or source.is_contiguous():
+            return aten_linear.decompose(source, weight, bias)
+        return torch.matmul(source, weight.t()).add_(bias)  # for fakes C++ would add out of place
 
     def never(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError
@@ -32,7 +36,23 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
             if hasattr(torch.ops.aten, name) and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
                 library.impl(name, never, "CUDA")
         library.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
-        rules.before[torch.ops.aten.scaled_dot_product_attention.default] = in_recorder
+        library.impl("linear", linear, "AutogradCUDA")
+        for name, net in recurrent.composites(torch).items():
+            library.impl(name, net, "AutogradCUDA")
+            packet, _, overload = name.partition(".")
+            rules.before[getattr(getattr(torch.ops.aten, packet), overload)] = _Again(net)
+        rules.before[torch.ops.aten.scaled_dot_product_attention.default] = _Again(sdpa)  # inference mode skips the autograd keys
         yield
     finally:
         library._destroy()
+
+
+class _Again:
+    """Call the replacement where the dispatcher went past it."""
+
+    def __init__(self, replacement: Any) -> None:
+        self.replacement = replacement
+
+    def __call__(self, recorder: Any, _func: Any, args: Any, kwargs: Any) -> Any:
+        with recorder:
+            return self.replacement(*args, **kwargs)

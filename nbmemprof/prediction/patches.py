@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -94,6 +95,11 @@ def _cuda(torch: Any, gpu: GPU, memory: Any, changes: Changes) -> None:
     changes.put(cuda.amp.common, "amp_definitely_not_available", constant(value=False))
     backends = torch.backends
     changes.put(backends.cuda, "is_built", constant(value=True))
+    changes.put(backends.cudnn, "is_acceptable", lambda tensor: tensor.device.type == "cuda" and tensor.dtype in (torch.float32, torch.float16, torch.float64))
+    changes.put(backends.cudnn, "is_available", constant(value=True))
+    changes.put(backends.cudnn, "version", constant(91900))
+    changes.put(importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", lambda mode: {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}[mode])
+    changes.put(torch, "_use_cudnn_rnn_flatten_weight", constant(value=True))
     changes.put(torch, "Generator", _generator_class(torch.Generator))
     changes.put(torch.accelerator, "is_available", constant(value=True))
     changes.put(torch.accelerator, "device_count", constant(1))
@@ -196,6 +202,7 @@ def _fakes(torch: Any, changes: Changes) -> None:
     changes.put(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, fake])
     changes.put(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, fake])
     changes.put(torch.nn.Module, "_apply", _apply(torch))
+    changes.put(fake, "data_ptr", lambda self: self.untyped_storage()._cdata + self.storage_offset() * self.element_size())  # one number for one place
     _when_imported("transformers.utils.import_utils", changes, lambda module: changes.put(module, "is_fake_tensor", lambda _tensor: False) if hasattr(module, "is_fake_tensor") else None)
 
 

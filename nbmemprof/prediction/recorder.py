@@ -115,13 +115,13 @@ def recorder_class(torch: Any) -> type:
         def _plan(self, func: Any) -> int:
             schema = func._schema
             returns = schema.returns
-            if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-                return _VIEW
             if func.namespace == "prim":
                 return _PLAIN
             has = torch._C._dispatch_has_kernel_for_dispatch_key
             if has(func.name(), implicit) and not has(func.name(), cuda) and func not in self.rules.before:
                 return _DECOMPOSE
+            if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+                return _VIEW
             return _PLAIN
 
         # -------------------------------------------------------------- storages
@@ -182,6 +182,15 @@ def recorder_class(torch: Any) -> type:
             """A request that ends within its operator."""
             if nbytes > 0:
                 self.end(self.begin(nbytes, op, category, "operator"))
+
+        def ranged(self, guess: int, low: int, high: int, op: str) -> None:
+            """A request that ends within its operator and of which only a range is known."""
+            if high <= 0:
+                return
+            index = self.begin(guess, op, "workspace", "operator") if guess else self.begin(0, op, "workspace", "operator")
+            self.end(index)
+            if low != high:
+                self.record.slack.append((index, low, high))
 
         def made_in_this_node(self, tensor: Any) -> bool:
             """Whether the node of the graph that is running made this storage itself."""

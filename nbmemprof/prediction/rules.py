@@ -34,5 +34,10 @@ class Rules:
         self.handles: set[bool] = set()  # cuBLAS handles made so far: False the caller's thread, True backward's
         self.light = False  # cublasLt's workspace is there
 
-    def tear_down(self) -> None:
-        """Forget what was registered with the dispatcher."""
+        self._seen: set[str] = set()
+
+    def seen(self, what: str) -> bool:
+        """Whether something that happens once for a process has happened; from now on it has."""
+        known = what in self._seen
+        self._seen.add(what)
+        return known

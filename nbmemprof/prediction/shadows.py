@@ -173,7 +173,7 @@ class Shadows:
             if not written:
                 convention = self._tables.get(func)
                 if convention is not None:
-                    convention(self, args, kwargs, out)
+                    convention(self, func, args, kwargs, out)
             return
         try:
             with self._outside():
@@ -250,15 +250,16 @@ def _conventions(torch: Any) -> dict[Any, Any]:
     """What indices are taken to be where values are not known: zeros for the largest, 0, 1, 2, … for an order."""
     aten = torch.ops.aten
 
-    def zeros(shadows: Shadows, _args: Any, _kwargs: Any, out: Any) -> None:
+    def zeros(shadows: Shadows, _func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
         item = out if isinstance(out, torch.Tensor) else out[1]
         with shadows._outside():
             shadows.put(item, torch.zeros(item.shape, dtype=item.dtype))
         shadows.record.assume("unknown largest elements were taken to be the first")
 
-    def counting(shadows: Shadows, args: Any, _kwargs: Any, out: Any) -> None:
+    def counting(shadows: Shadows, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         indices = out[1]
-        dim = next((a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1) if len(args) < 3 else args[2]
+        names = [argument.name for argument in func._schema.arguments]
+        dim = (dict(zip(names, args, strict=False)) | kwargs).get("dim", -1)
         size = args[0].shape[dim] if args[0].dim() else 1
         with shadows._outside():
             shadows.put(indices, (torch.arange(indices.numel()) % max(1, size)).reshape(indices.shape))

@@ -267,5 +267,5 @@ def layers(torch):
 
 def cases(torch):
     """All cases, the ones that are known least first."""
-    for part in (attention, recurrent, layers, convolutions, reductions, norms, selections):
+    for part in (attention, recurrent, layers, reductions, norms, selections, convolutions):
         yield from part(torch)

@@ -383,7 +383,7 @@ class Modelled:
         self.device.graph_pool()
 
     def _begin(self, graph: int, stream: int, share: int | None) -> None:
-        context = self.device.capture(None if share is None else self.pools["graph", share])
+        context = self.device.capture(None if share is None else self.pools["graph", share], stream=self.streams[stream])
         pool = self.pools["graph", graph] = context.__enter__()
         self.users[pool] = self.users.get(pool, 0) + 1
         self.entered["graph", graph] = context
@@ -437,7 +437,10 @@ def foretell(name: str, policy: str | int) -> dict[str, Any]:
     model = Modelled(conf, capacity=fill + LEAVE if fill else None, addresses=policy)
     rows = []
     for op in ops:
-        answer = model.do(op)
+        try:
+            answer = model.do(op)
+        except RuntimeError:  # the script ends here, as a recording does
+            break
         rows.append([outcome(answer), without_fill(model.counters(), fill)])
     stats = model.device.stats()
     return {

@@ -1,6 +1,6 @@
 """Record what each operator of operator_cases.py asks of the caching allocator.
 
-    python tests/gpu/record_operators.py OUT.jsonl [SECONDS]
+    python tests/gpu/record_operators.py OUT.jsonl [SECONDS] [SECTION ...]
 
 One JSON object a line: section, name, and for forward and backward the requests in order: bytes when taken, minus bytes when given back.
 The first line has the device and the versions. Stops by itself when the seconds are over.
@@ -74,7 +74,7 @@ def record(history, name, build):
     return row
 
 
-def main(out, seconds=70.0):
+def main(out, seconds=70.0, *wanted):
     start = time.monotonic()
     for _ in range(2):  # handles and workspaces come with the first products; these are known
         net = torch.nn.Linear(64, 64, device="cuda")
@@ -87,6 +87,8 @@ def main(out, seconds=70.0):
     with Path(out).open("w") as file:
         file.write(json.dumps(head) + "\n")
         for section, name, build in cases(torch):
+            if wanted and section not in wanted:
+                continue
             if time.monotonic() - start > float(seconds):
                 file.write(json.dumps({"stopped": name}) + "\n")
                 break

@@ -79,6 +79,8 @@ def _sum(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     recorder.note(func, out)
     if kwargs or not recorder.where.in_backward or not hasattr(args[1], "shape") or args[0].shape != args[1].shape:
         return
+    if args[0]._is_view():  # a view holds its base, and so the storage twice
+        return
     old, new = recorder.index_of(args[0]), recorder.index_of(out)
     if old is not None and new is not None and recorder.node_of.get(old) != recorder.where.number():
         recorder.sum_in_place(new, old)

@@ -1,0 +1,147 @@
+"""Convolutions: cuDNN's kernels work on channels-last data, so that other layouts are copied into a workspace first.
+
+Fitted to 250 convolutions on an H200 (cuDNN 9.19, heuristic mode): the copies are exact, what the gradient of the weights is summed up
+in is a guess with a range. With ``torch.backends.cudnn.benchmark`` every algorithm is tried once for each shape, with workspaces of up to gigabytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbmemprof.prediction.kernels.reduction import ceil_div
+
+__all__ = ["install", "workspace"]
+
+SLACK = 16
+TRIED_MAX = 9.0  # largest workspace that benchmark mode was seen to try, as a multiple of the input, output and weights of one call
+
+
+def install(torch: Any, rules: Any) -> None:
+    """Follow forward and backward."""
+    aten = torch.ops.aten
+    rules.after[aten.convolution.default] = _forward
+    rules.emit[aten.convolution_backward.default] = _backward
+
+
+def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tuple[int, ...], padding: tuple[int, ...], groups: int, last: bool, sms: int) -> tuple[int, int, int]:
+    """Bytes that one call asks for: low, guess, high.
+
+    Parameters
+    ----------
+    what
+        ``forward``, ``data`` (gradient of the input) or ``weight``.
+    x, w, y
+        Input, weights and output: anything with ``shape`` and ``element_size()``.
+    last
+        Channels last.
+    """
+    element = x.element_size()
+    half = element == 2
+    if transposed:  # its forward is another convolution's gradient of the data, and the other way round
+        x, y = y, x
+        what = {"forward": "data", "data": "forward", "weight": "weight"}[what]
+    batch, channels, *space = x.shape
+    filters = y.shape[1]
+    taps = 1
+    for size in w.shape[2:]:
+        taps *= size
+    spots = batch
+    for size in y.shape[2:]:
+        spots *= size
+    bytes_x, bytes_w, bytes_y = (_count(t) * element for t in (x, w, y))
+    if groups == channels and channels > 1:
+        if not last:
+            return 0, 0, 0
+        guess = bytes_w * 128 if what == "weight" else 0
+        return 0, guess, 4 * guess + bytes_x * (what == "weight")
+    straight = taps == 1 and groups == 1 and all(s == 1 for s in stride) and not any(padding)
+    if straight and not last:
+        if what == "weight":
+            size = batch * channels * filters * 4
+            return 0, size, size
+        return 0, 400 if not half else 272, 400
+    if half and channels % 8:  # channels are padded to eight
+        wide = ceil_div(channels, 8) * 8
+        bytes_x, bytes_w = bytes_x // channels * wide, bytes_w // channels * wide
+    few = channels < 8 and groups == 1
+    copies = bytes_x + bytes_w + bytes_y + SLACK
+    own = _partial(filters, channels // groups * taps, spots, sms, half) if what == "weight" else 0
+    if last:
+        base = bytes_x + bytes_w + SLACK if few or (half and channels % 8) else (131 if what != "weight" else 0)
+        return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0)
+    if few and taps <= 16 and what == "forward":
+        return 0, 0, copies
+    if few and what == "data" and (not half or stride[0] >= 8):
+        return 0, 0, copies
+    if few and taps <= 9 and not half:
+        return 0, 0, copies + own
+    low = bytes_x + bytes_w + SLACK if what == "forward" and not half else copies
+    return low, copies + own, copies + 2 * own + (8 << 20 if what == "weight" else 131)
+
+
+def _count(tensor: Any) -> int:
+    total = 1
+    for size in tensor.shape:
+        total *= int(size)
+    return total
+
+
+def _partial(filters: int, depth: int, spots: int, sms: int, half: bool) -> int:
+    """Partial sums of the weights' gradient: one fp32 tile for each multiprocessor, as often as whole splits fit."""
+    high, wide = (32, 256) if filters <= 32 else (64, 64) if filters <= 64 else (64, 128) if filters <= 128 else (128, 128)
+    tiles = ceil_div(filters, high) * ceil_div(depth, wide)
+    splits = sms // tiles
+    if splits < 2 or spots < 4096:
+        return 0 if half or spots < 4096 else sms * 65536
+    return splits * tiles * high * wide * 4 + 663
+
+
+def _layout(torch: Any, x: Any, w: Any) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(x.dim())
+    if last is None:
+        return False
+    return any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, w))
+
+
+def _ask(recorder: Any, what: str, args: tuple[Any, Any, Any], stride: Any, padding: Any, transposed: bool, groups: int, op: str) -> None:
+    x, w, y = args
+    rules = recorder.rules
+    recorder.record.used.add("cudnn")
+    torch = rules.torch
+    low, guess, high = workspace(
+        what, x, w, y, transposed=transposed, stride=tuple(stride), padding=tuple(padding), groups=groups, last=_layout(torch, x, w), sms=rules.gpu.sms
+    )
+    if torch.backends.cudnn.benchmark and not rules.seen(f"{what} {tuple(x.shape)} {tuple(w.shape)} {x.dtype} {tuple(stride)} {groups}"):
+        tried = int(TRIED_MAX * (_count(x) + _count(w) + _count(y)) * x.element_size())
+        recorder.record.assume("cuDNN's benchmark mode tries workspaces of unknown sizes: a range is given")
+        recorder.ranged(guess, low, max(high, tried), op)
+        return
+    recorder.ranged(guess, low, high, op)
+
+
+def _forward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
+    x, w, _bias, stride, padding, _dilation, transposed, _output_padding, groups = args
+    if out.device.type == "cuda":
+        _ask(recorder, "forward", (x, w, out), stride, padding, transposed, groups, func._schema.name)
+
+
+def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
+    """Gradients of the input, the weights and the bias, one after the other; torch's own depthwise kernels make the weights' first."""
+    grad, x, w, _sizes, stride, padding, _dilation, transposed, _output_padding, groups, _mask = args
+    op = func._schema.name
+    dx, dw, db = out
+    deep = groups == x.shape[1] and groups > 1 and not transposed and not _layout(recorder.rules.torch, x, w)
+    if deep:
+        recorder.note(func, (dw, dx, db))
+        return
+    for what, made in (("data", dx), ("weight", dw)):
+        if made is not None:
+            recorder.note(func, made)
+            _ask(recorder, what, (x, w, grad), stride, padding, transposed, groups, op)
+    if db is not None:
+        recorder.note(func, db)
+        dims = (0, *range(2, grad.dim()))
+        from nbmemprof.prediction.kernels import reduction
+
+        reduction.emit(recorder, grad, dims, 4, op)

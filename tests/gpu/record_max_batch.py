@@ -1,0 +1,474 @@
+"""Largest batch on a real GPU, beside accelerate's and Lightning's ways: recordings for tests/fixtures/h200/max_batch.
+
+    python tests/gpu/record_max_batch.py OUT [kind ...]
+
+Each kind of step runs under a limit (``set_per_process_memory_fraction``). ``OUT/KIND.json`` has the tries of each way, the answer run in fresh processes
+(two full steps, and at the answer + 1), device, versions, date and command; ``OUT/KIND-N.parquet`` the requests of try N. Without a GPU the kinds run small on
+the CPU under a made-up limit, to see that the script works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+STEPS = 2
+START = 512  # where a person who does not know would let accelerate begin
+PRETENDED = 21  # largest batch of the dry run
+
+
+def small(large: Any, tiny: Any) -> Any:
+    return large if ON_GPU else tiny
+
+
+@dataclass
+class Kind:
+    """A step with its state, the limit it runs under, and the allocator's settings."""
+
+    setup: Callable[[], Any]
+    step: Callable[[Any, int], None]
+    limit: int
+    conf: str = ""
+
+
+# ---------------------------------------------------------------------- the steps
+def train(model: Any, optimizer: Any, loss_of: Callable[[Any, int], Any], autocast: Any = None) -> Any:
+    model.train()
+    return model, optimizer, loss_of, autocast
+
+
+def one_step(state: Any, batch: int) -> None:
+    model, optimizer, loss_of, autocast = state
+    with torch.autocast(DEVICE, dtype=autocast) if autocast is not None else contextlib.nullcontext():
+        loss = loss_of(model, batch)
+    loss.backward()
+    del loss
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def made(cls: Any, config: Any, dtype: Any = torch.float32) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(DEVICE):
+            return cls(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, ins: int, outs: int, stride: int) -> None:
+        super().__init__()
+        nn = torch.nn
+        self.body = nn.Sequential(
+            nn.Conv2d(ins, outs, 3, stride, 1, bias=False), nn.BatchNorm2d(outs), nn.ReLU(inplace=True), nn.Conv2d(outs, outs, 3, 1, 1, bias=False), nn.BatchNorm2d(outs)
+        )
+        self.short = nn.Identity() if stride == 1 and ins == outs else nn.Sequential(nn.Conv2d(ins, outs, 1, stride, bias=False), nn.BatchNorm2d(outs))
+
+    def forward(self, x: Any) -> Any:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def cnn() -> Kind:
+    """A residual net of 18 layers, fp32, SGD with momentum."""
+    pixels, widths = small(128, 16), small((64, 64, 128, 256, 512), (8, 8, 16))
+
+    def setup() -> Any:
+        nn = torch.nn
+        with torch.device(DEVICE):
+            blocks = [Block(a, b, s) for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)) for a, b, s in ((a, b, 1 if i == 0 else 2), (b, b, 1))]
+            model = nn.Sequential(nn.Conv2d(3, widths[0], 7, 2, 3, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 100))
+
+        def loss_of(model: Any, batch: int) -> Any:
+            x, y = torch.randn(batch, 3, pixels, pixels, device=DEVICE), torch.randint(0, 100, (batch,), device=DEVICE)
+            return nn.functional.cross_entropy(model(x), y)
+
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4), loss_of)
+
+    return Kind(setup, one_step, 2 << 30)
+
+
+def _words(vocab: int, lengths: tuple[int, ...]) -> Callable[[Any, int], Any]:
+    def loss_of(model: Any, batch: int) -> Any:
+        total: Any = 0.0
+        for length in lengths:
+            ids = torch.randint(0, vocab, (batch, length), device=DEVICE)
+            total = total + model(input_ids=ids, labels=ids, use_cache=False).loss
+        return total
+
+    return loss_of
+
+
+def gpt(lengths: tuple[int, ...] = (256,), limit: int = 4 << 30, conf: str = "") -> Kind:
+    """GPT-2's blocks, fp32, AdamW."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = small({"n_layer": 4, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 512}, {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 512})
+
+    def setup() -> Any:
+        model = made(GPT2LMHeadModel, GPT2Config(attn_implementation="sdpa", **size))
+        return train(model, torch.optim.AdamW(model.parameters(), lr=1e-4), _words(size["vocab_size"], lengths))
+
+    return Kind(setup, one_step, limit, conf)
+
+
+def expandable() -> Kind:
+    """The same with two micro-batches of different length, under expandable segments."""
+    return gpt((256, 192), 6 << 30, "expandable_segments:True")
+
+
+def vit() -> Kind:
+    """A vision transformer under bf16 autocast, fused AdamW."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    size = small(
+        {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536, "image_size": 224, "patch_size": 16},
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 32, "patch_size": 16},
+    )
+
+    def setup() -> Any:
+        model = made(ViTForImageClassification, ViTConfig(attn_implementation="sdpa", num_labels=100, **size))
+
+        def loss_of(model: Any, batch: int) -> Any:
+            pixels = torch.randn(batch, 3, size["image_size"], size["image_size"], device=DEVICE)
+            return model(pixel_values=pixels, labels=torch.randint(0, 100, (batch,), device=DEVICE)).loss
+
+        return train(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ON_GPU), loss_of, torch.bfloat16)
+
+    return Kind(setup, one_step, 3 << 30)
+
+
+def _llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = small(
+        {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192},
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64},
+    )
+    return made(LlamaForCausalLM, LlamaConfig(attn_implementation="sdpa", tie_word_embeddings=True, max_position_embeddings=4096, **size, **more), torch.bfloat16), size
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self, base: Any, rank: int = 16) -> None:
+        super().__init__()
+        self.base = base
+        outs, ins = base.weight.shape
+        self.a = torch.nn.Parameter(torch.zeros(rank, ins, device=base.weight.device))
+        self.b = torch.nn.Parameter(torch.zeros(outs, rank, device=base.weight.device))
+
+    def forward(self, x: Any) -> Any:
+        linear = torch.nn.functional.linear
+        return self.base(x) + linear(linear(x.to(self.a.dtype), self.a), self.b).to(x.dtype)
+
+
+def lora() -> Kind:
+    """Low-rank adapters in fp32 on a frozen bf16 model."""
+
+    def setup() -> Any:
+        model, size = _llama()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj, layer.self_attn.v_proj = Adapted(layer.self_attn.q_proj), Adapted(layer.self_attn.v_proj)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return train(model, torch.optim.AdamW(trained, lr=1e-4), _words(size["vocab_size"], (256,)))
+
+    return Kind(setup, one_step, 4 << 30)
+
+
+def kv() -> Kind:
+    """Inference: a prompt of 512 tokens and 8 more, with a growing KV cache."""
+    prompt, more = small((512, 8), (16, 2))
+
+    def setup() -> Any:
+        model, size = _llama()
+        return model.eval(), size["vocab_size"]
+
+    def step(state: Any, batch: int) -> None:
+        from transformers import DynamicCache
+
+        model, vocab = state
+        with torch.inference_mode():
+            cache, ids = DynamicCache(), torch.randint(0, vocab, (batch, prompt), device=DEVICE)
+            for _ in range(more + 1):
+                out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids = out.logits[:, -1:].argmax(-1)
+
+    return Kind(setup, step, 3 << 30)
+
+
+def second_step() -> Kind:
+    """The field case: activations of 32 MiB a sample; 600 MiB of state are there only after the first step."""
+    sample, state_bytes = small((32 << 20, 600 << 20), (1 << 20, 2 << 20))
+
+    def setup() -> Any:
+        return []
+
+    def step(state: Any, batch: int) -> None:
+        held = [torch.empty(sample, dtype=torch.uint8, device=DEVICE) for _ in range(batch)]
+        del held
+        if not state:
+            state.append(torch.empty(state_bytes, dtype=torch.uint8, device=DEVICE))
+
+    return Kind(setup, step, (2 << 30) + 4096)
+
+
+KINDS: dict[str, Callable[[], Kind]] = {"cnn": cnn, "gpt": gpt, "vit": vit, "lora": lora, "kv": kv, "expandable": expandable, "second_step": second_step}
+
+
+# ---------------------------------------------------------------------- limits
+@contextlib.contextmanager
+def under(kind: Kind) -> Any:
+    """The kind's limit and settings."""
+    if not ON_GPU:
+        yield
+        return
+    clean()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch._C._cuda_cudaCachingAllocator_set_allocator_settings(kind.conf or "expandable_segments:False")
+    torch.cuda.set_per_process_memory_fraction((kind.limit + 0.5) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch._C._cuda_cudaCachingAllocator_set_allocator_settings("expandable_segments:False")
+        clean()
+
+
+def clean() -> None:
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def pretend(kind: Kind) -> Kind:
+    """In the dry run a batch beyond a made-up limit is refused."""
+    if ON_GPU:
+        return kind
+
+    def step(state: Any, batch: int) -> None:
+        if batch > PRETENDED:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than was pretended")
+        kind.step(state, batch)
+
+    return Kind(kind.setup, step, kind.limit, kind.conf)
+
+
+# ---------------------------------------------------------------------- three ways
+def ours(kind: Kind, out: Path, name: str) -> dict[str, Any]:
+    import nbmemprof as mp
+    from nbmemprof.searching import batch as searching
+    from nbmemprof.searching import trying
+
+    captures: list[tuple[int, Any, Any]] = []
+
+    class Keeping(trying.CudaBench):
+        def stream(self, capture: Any, batch: int, fits: bool) -> Any:
+            captures.append((batch, capture, self.room()))
+            return super().stream(capture, batch, fits)
+
+    original, searching.CudaBench = searching.CudaBench, Keeping  # type: ignore[misc,assignment]
+    begin = time.perf_counter()
+    try:
+        result = mp.max_batch(kind.step, setup=kind.setup, **({} if ON_GPU else {"limit_bytes": "24MiB"}))
+    finally:
+        searching.CudaBench = original  # type: ignore[misc]
+    seconds = time.perf_counter() - begin
+    rooms = []
+    for number, (_batch, capture, room) in enumerate(captures, 1):
+        keep(capture, out / f"{name}-{number}")
+        rooms.append([room.limit_bytes, room.capacity_bytes, room.card_bytes])
+    return {
+        "answer": result.batch, "exact": result.exact, "tries": len(result.made), "ooms": result.ooms, "seconds": seconds, "log": result.tries.to_dicts(), "rooms": rooms,
+        "per_sample_bytes": result.per_sample_bytes, "fixed_bytes": result.fixed_bytes, "residual_bytes": result.residual_bytes, "said": repr(result), "stopped": result.stopped,
+    }  # fmt: skip
+
+
+def keep(capture: Any, path: Path) -> None:
+    """The tables from which a try's requests are read again."""
+    import polars as pl
+
+    for table in ("events", "segments", "blocks", "marks"):
+        frame = capture.tables[table]
+        if frame.height:
+            plain = frame.with_columns(pl.col(pl.Categorical).cast(pl.String), pl.col(pl.Enum).cast(pl.String)).drop("stack_id", strict=False)
+            plain.write_parquet(f"{path}-{table}.parquet", compression="zstd", compression_level=19)
+    names = ("origin", "source", "conf", "torch", "settings", "capacity_bytes", "limit_bytes", "start_snapshot_id", "counters", "dropped")
+    Path(f"{path}-meta.json").write_text(json.dumps({n: capture.meta.get(n) for n in names}, default=str))
+
+
+class Counted:
+    """A kind whose tries are counted as another tool makes them."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind, self.log = kind, []  # type: ignore[var-annotated]
+
+    def two_steps(self, batch: int) -> None:
+        entry = {"batch": batch, "fits": False}
+        self.log.append(entry)
+        state = self.kind.setup()
+        for _ in range(STEPS):
+            self.kind.step(state, batch)
+        if ON_GPU:
+            torch.cuda.synchronize()
+        entry["fits"] = True
+
+    def told(self, answer: int, begin: float) -> dict[str, Any]:
+        return {"answer": answer, "tries": len(self.log), "ooms": sum(not e["fits"] for e in self.log), "seconds": time.perf_counter() - begin, "log": self.log}
+
+
+def accelerates(kind: Kind) -> dict[str, Any]:
+    from accelerate.utils import find_executable_batch_size
+
+    counted, begin = Counted(kind), time.perf_counter()
+
+    @find_executable_batch_size(starting_batch_size=START)
+    def run(batch_size: int) -> int:
+        counted.two_steps(batch_size)
+        return batch_size
+
+    return counted.told(run(), begin)
+
+
+def lightnings(kind: Kind, mode: str) -> dict[str, Any]:
+    import logging
+    import warnings
+
+    import lightning.pytorch as pl
+    from lightning.pytorch.tuner import Tuner, batch_size_scaling
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    counted = Counted(kind)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.batch_size = 2
+            self.made: Any = None
+            self.dummy = torch.nn.Linear(1, 1)
+
+        def training_step(self, *_: Any) -> None:
+            self.made = self.made or [kind.setup()]
+            kind.step(self.made[0], self.batch_size)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.dummy.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(list(range(1 << 14)), batch_size=self.batch_size)
+
+    module, original = Module(), batch_size_scaling._try_loop_run
+
+    def tried(*args: Any) -> Any:
+        entry = {"batch": module.batch_size, "fits": False}
+        counted.log.append(entry)
+        found = original(*args)
+        entry["fits"] = True
+        return found
+
+    batch_size_scaling._try_loop_run, begin = tried, time.perf_counter()
+    try:
+        trainer = pl.Trainer(accelerator="gpu" if ON_GPU else "cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir="/tmp/lightning")
+        more = {"margin": 0.0} if mode == "binsearch" else {}
+        answer = Tuner(trainer).scale_batch_size(module, mode=mode, steps_per_trial=STEPS, init_val=2, **more)
+    finally:
+        batch_size_scaling._try_loop_run = original
+    return counted.told(int(answer or 0), begin)
+
+
+# ---------------------------------------------------------------------- the truth
+def verify(name: str, batch: int) -> str:
+    """Two full steps in this fresh process."""
+    kind = pretend(KINDS[name]())
+    with under(kind):
+        try:
+            state = kind.setup()
+            for _ in range(STEPS):
+                kind.step(state, batch)
+            if ON_GPU:
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return "out of memory"
+    return "fits"
+
+
+def verified(asked: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """Each in a process of its own, some at a time."""
+    found: dict[tuple[str, int], str] = {}
+    waiting, running = list(dict.fromkeys(asked)), {}  # type: ignore[var-annotated]
+    while waiting or running:
+        while waiting and len(running) < small(10, 2):
+            one = waiting.pop(0)
+            running[one] = subprocess.Popen([sys.executable, __file__, "--verify", one[0], str(one[1])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        one, process = next(iter(running.items()))
+        said, _ = process.communicate(timeout=120)
+        found[one] = said.strip().splitlines()[-1] if said.strip() else "no answer"
+        del running[one]
+    return found
+
+
+def attempt(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return function()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": traceback.format_exc()[-1500:]}
+
+
+def main(out: Path, names: list[str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU", "torch": torch.__version__, "python": sys.version.split()[0], "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python tests/gpu/record_max_batch.py OUT {' '.join(names)}".strip(),
+    }  # fmt: skip
+    for package in ("transformers", "accelerate", "lightning"):
+        with contextlib.suppress(Exception):
+            facts[package] = __import__(package).__version__
+    if ON_GPU:  # kernels and handles that every way would meet
+        torch.nn.functional.linear(torch.ones(8, 8, device=DEVICE, requires_grad=True), torch.ones(8, 8, device=DEVICE)).sum().backward()
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        kind = pretend(KINDS[name]())
+        row: dict[str, Any] = dict(facts) | {"kind": name, "what": (KINDS[name].__doc__ or "").strip(), "limit_bytes": kind.limit, "conf": kind.conf}
+        with under(kind):
+            row["nbmemprof"] = attempt(lambda kind=kind, name=name: ours(kind, out, name))  # type: ignore[misc]
+        for tool, run in (("accelerate", accelerates), ("lightning_power", lambda k: lightnings(k, "power")), ("lightning_binsearch", lambda k: lightnings(k, "binsearch"))):
+            with under(kind):
+                row[tool] = attempt(lambda run=run, kind=kind: run(kind))  # type: ignore[misc]
+        results[name] = row
+        (out / f"{name}.json").write_text(json.dumps(row, indent=1, default=str))
+        print(name, {t: {k: r.get(k) for k in ("answer", "tries", "ooms", "seconds", "exact", "error") if k in r} for t, r in row.items() if isinstance(r, dict)}, flush=True)
+    answers = {(name, tool): r["answer"] for name, row in results.items() for tool, r in row.items() if isinstance(r, dict) and "answer" in r}
+    truth = verified([(name, b) for (name, tool), a in answers.items() for b in ((a, a + 1) if tool == "nbmemprof" else (a,)) if b])
+    for name, row in results.items():
+        row["fresh"] = {str(b): said for (kind_name, b), said in truth.items() if kind_name == name}
+        (out / f"{name}.json").write_text(json.dumps(row, indent=1, default=str))
+        print(name, "fresh processes:", row["fresh"], flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--verify":
+        print(verify(sys.argv[2], int(sys.argv[3])))
+    else:
+        os.chdir(ROOT)
+        main(Path(sys.argv[1]).resolve(), sys.argv[2:] or list(KINDS))
