@@ -12,6 +12,7 @@ __all__ = ["Family", "grown"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+_SPARE = 0.02  # of the requests may come or go, as workspaces do
 _SLACK = 4096  # bytes: workspaces are padded
 
 
@@ -27,6 +28,12 @@ class Family:
         if stream is not None and (stream.complete or stream.batch not in self.streams):
             self.streams[stream.batch] = stream
             self._pairs = {key: pair for key, pair in self._pairs.items() if stream.batch not in key}
+
+    def steady(self) -> bool:
+        """Whether the number of requests stays as it is when the batch grows; a loop over samples asks more often instead of for more."""
+        whole = sorted((s for s in self.streams.values() if s.complete), key=lambda s: s.batch)
+        counts = [len(s.sizes) for s in whole]
+        return len(counts) < 2 or max(counts[-2:]) - min(counts[-2:]) <= max(1, _SPARE * counts[-1])
 
     def at(self, batch: int) -> tuple[Stream, Ints] | None:
         """The stream whose structure is used for this batch, and the bytes of its requests there; None where two runs can't be matched."""

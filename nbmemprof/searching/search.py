@@ -15,6 +15,7 @@ __all__ = ["Search"]
 _CAP = 1 << 24  # beyond this a step does not grow with its batch
 _FAR = 3  # a prediction this many times the largest probe is looked at nearer first
 _NEAR = 0.7
+_BELIEVED = 2
 _TRIES = 8  # what a search may cost
 
 
@@ -45,6 +46,7 @@ class Search:
         self.stopped: str | None = None
         self.predicted: int | None = None
         self._begin = time.perf_counter()
+        self._misses = 0  # jumps that failed since one fitted
         self._wide = 1  # how far to go where the prediction is of no use
         self.by_peaks = False
 
@@ -101,10 +103,11 @@ class Search:
             return
         largest = max(t.batch for t in self.tries if t.fits)
         if self.hi is None and guess >= _FAR * largest and largest < _NEAR * guess and not any(t.purpose == "nearer" for t in self.tries):
-            self.ask(max(self.lo + 1, int(_NEAR * guess)), "nearer")
+            self._misses += not self.ask(max(self.lo + 1, int(_NEAR * guess)), "nearer")
             return
         if guess > self.lo:
-            self.ask(guess, "jump")
+            # a prediction that failed twice from the same point is not believed a third time
+            self._misses = 0 if self.ask(guess if self._misses < _BELIEVED or self.hi is None else (self.lo + self.hi) // 2, "jump") else self._misses + 1
             return
         # the model says that the next one fails: that is what the second confirming try is for
         if self.hi is None:
@@ -138,7 +141,7 @@ class Search:
     def _judge(self) -> Callable[[int], bool] | None:
         """Whether a batch fits, by its requests under the limit; by its peak where runs can't be matched."""
         assert self.lo is not None  # noqa: S101 - the first probe fitted
-        if self.family.at(self.lo + 1) is not None:
+        if self.family.steady() and self.family.at(self.lo + 1) is not None:
             room = self.room
 
             def by_requests(batch: int) -> bool:
