@@ -20,6 +20,7 @@ _SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 _WORKSPACES = (32 << 20, 4096 * 1024 * 2 + 16 * 1024 * 8)  # torch's cuBLAS workspaces, see nbmemprof.attribution
 _MIB = 1 << 20
+_PAGE = 4096
 _ANY_CONTEXT = (100 * _MIB, 1400 * _MIB)  # from small cards with lazy loading to an H200 with eager loading
 _ANY_KERNELS = (0, 600 * _MIB)
 _ANY_LIBRARY = {"cuBLAS": 600 * _MIB, "cuDNN": 320 * _MIB, "cuFFT": 16 * _MIB, "cuSOLVER": 260 * _MIB, "NCCL": 800 * _MIB}
@@ -251,7 +252,7 @@ def _pinned(capture: Capture) -> list[_Line]:
         return []
     value = dict(samples.sort("time_us", maintain_order=True).select("gauge", "value").iter_rows())  # the last of each
     locked, asked, rounded = (value.get(f"{name}_bytes") for name in ("locked", "requested", "rounded"))
-    if locked is None or asked is None or rounded is None:
+    if not locked or asked is None or rounded is None or locked < _PAGE:
         return []
     origin, evidence = capture.meta["origin"], "torch's counter of locked bytes"
     return [

@@ -17,7 +17,7 @@ from typing import Any
 
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_time_us
-from nbmemprof.views import findings, kernels, pictures, replayed, text
+from nbmemprof.views import findings, kernels, ledger_bar, pictures, replayed, text, tree
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import Svg, clean, middle
 
@@ -135,8 +135,17 @@ def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator
     ]
     yield "".join(image(*bar) for bar in bars if bar)
     name = f"{device.label}: " if device.label else ""
+    if layers_known(known) and (drawn := tree.picture(known.of(known.ask("layers"), device), f"{name}layers at the peak", rows=rows + 3)) is not None:
+        yield f"<details><summary>{_html(name + 'layers')}</summary>{image(*drawn)}</details>"
+    if known.capture.tables["samples"].height and (bar := ledger_bar.picture(known.of(known.ask("ledger"), device))) is not None:
+        yield f"<details><summary>{_html(name + 'all of the device: the ledger')}</summary>{image(*bar)}</details>"
     tables = "".join(rows_of(*table) for table in text.tables(known, device, rows))
     yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{rows_of(*over_time(device, stack, rows + 4)) if stack.xs else ''}</details>"
+
+
+def layers_known(known: Facts) -> bool:
+    """Whether the recording tells of modules at all."""
+    return bool(known.capture.tables["contexts"].height or known.capture.tables["owners"].height)
 
 
 def image(svg: Svg, sentence: str) -> str:

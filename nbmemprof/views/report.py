@@ -16,7 +16,7 @@ import polars as pl
 from nbmemprof import __version__
 from nbmemprof.capture import Capture, whole_file
 from nbmemprof.units import format_bytes, format_count
-from nbmemprof.views import _theme, findings, first, kernels, pictures, text
+from nbmemprof.views import _theme, findings, first, kernels, ledger_bar, pictures, text, tree
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import clean
 
@@ -100,6 +100,10 @@ def _device(known: Facts, device: Device, points: int, rows: int, number: int) -
         yield _timeline(known, device, stack, number)
         yield f"<details><summary>The timeline as a table</summary>{_table(*first.over_time(device, stack, 100))}</details>"
     yield _bars(device)
+    if first.layers_known(known) and (layers := tree.html(known.of(known.ask("layers"), device))):
+        yield f"<h3>Layers at the peak</h3>{layers}"
+    if (bar := ledger_bar.picture(known.of(known.ask("ledger"), device))) is not None:
+        yield f"<h3>All of the device</h3>{first.image(*bar)}<details><summary>The ledger as a table</summary>{_table('', ledger_bar.head(), ledger_bar.rows(known.of(known.ask('ledger'), device)))}</details>"
     for name, title in _TITLES.items():
         frame = getattr(device, name) if name in ("breakdown", "sites") else known.of(known.ask(name), device)
         opened = " open" if name in ("leaks", "oom") and frame.height else ""

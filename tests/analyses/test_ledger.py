@@ -156,6 +156,21 @@ def test_on_an_h200_less_than_two_percent_is_unexplained(name: str, at: str) -> 
 
 
 @pytest.mark.parametrize("name", RECORDED)
+def test_on_an_h200_the_context_was_measured_as_cuda_began() -> None:
+    """524 MiB, where the table of another day says 527."""
+    for name, origin in (("gpt2_train", "measured"), ("foreign", "measured"), ("generation", "recorded")):  # the last began after CUDA
+        row = mp.ledger(recorded(name)).filter(pl.col("line") == "CUDA context").row(0, named=True)
+        assert row["origin"] == origin and abs(row["size_bytes"] - CONTEXT) < 5 * MIB
+
+
+def test_on_an_h200_recording_a_cpu_bound_step_costs_less_than_ten_percent() -> None:
+    """Of the 12-layer encoder, without call stacks, in turns with the plain step; the others cost more than twice the step."""
+    told = json.loads((LEDGERS / "cost.json").read_text())["numbers"]
+    assert told["wall"]["recorded"]["ratio"] <= 1.10 and told["processor"]["recorded"]["ratio"] <= 1.10
+    plain = told["wall"]["plain"]["ms"]
+    assert told["others"]["MemTracker"]["wall_ms"] > 10 * plain and told["others"]["torch.profiler"]["wall_ms"] > 1.5 * plain
+
+
 def test_on_an_h200_the_driver_and_torch_said_the_same_right_after(name: str) -> None:
     """``cudaMemGetInfo`` and torch's counters, asked by the script when the recording had ended."""
     told = json.loads((LEDGERS / ("generation.json" if name == "generation" else "ledger.json")).read_text())["numbers"][name]
@@ -172,9 +187,11 @@ def test_on_an_h200_a_cudamalloc_of_300_mib_is_unexplained_and_nowhere_else() ->
     assert changed == {"unexplained": 300 * MIB}
 
 
-def test_on_an_h200_cupys_pool_and_another_process_have_their_lines() -> None:
-    cupy, other = (lines(mp.ledger(recorded(name))) for name in ("cupy", "other_process"))
+def test_on_an_h200_cupys_pool_pinned_memory_and_another_process_have_their_lines() -> None:
+    cupy, pinned, gone, other = (lines(mp.ledger(recorded(name))) for name in ("cupy", "pinned", "pinned_after", "other_process"))
     assert (cupy["CuPy's pool in use"], cupy["CuPy's pool cached"]) == (2 * 64 * MIB, 6 * 64 * MIB)
+    assert (pinned["pinned host memory in use"], pinned["pinned host memory rounding"]) == (520 * MIB, 504 * MIB)
+    assert (gone["pinned host memory in use"], gone["pinned host memory cached"]) == (0, 1024 * MIB)  # locked for good
     assert 1000 * MIB < (other["other processes"] or 0) < 1100 * MIB  # its 500 MiB and its context
 
 

@@ -99,8 +99,11 @@ def ledger_of(name: str) -> Capture:
     return mp.load(gzip.decompress((ROOT / "tests" / "fixtures" / "h200" / "ledger" / f"{name}.nbmem.gz").read_bytes()))
 
 
-def test_the_pool_of_cupy_and_a_strangers_memory_are_findings() -> None:
+def test_cupys_pool_a_strangers_memory_and_pinned_memory_are_findings() -> None:
     said = found(ledger_of("cupy"), "cupy_pool") or ""
     assert "384 MiB" in said and "free_all_blocks" in said and "context" not in said
-    assert "295 MiB of the" in (found(ledger_of("foreign"), "unexplained") or "")
+    assert "298.2 MiB of the" in (found(ledger_of("foreign"), "unexplained") or "")
+    for name, more in (("pinned", "rounded up to a power of two, 504 MiB more"), ("pinned_after", "belong to tensors that are gone")):
+        pinned = found(ledger_of(name), "pinned") or ""
+        assert "1 GiB of host memory are pinned" in pinned and more in pinned and "_host_emptyCache" in pinned
     assert [found(ledger_of(name), rule) for name, rule in (("gpt2_train", "cupy_pool"), ("before_foreign", "unexplained"))] == [None, None]
