@@ -57,18 +57,17 @@ def _nulled(values: Any, where: Any) -> pl.Series:
 
 def _pool_of_rows(requests: Requests, served: Served) -> Any:
     """Number of the pool that each row asked of."""
-    recording = requests.recording
     operations = requests.bound(served.model)[0].reshape(-1, M.WORDS)
-    pools = np.zeros(max(recording.rows.height, 1), np.int64)
-    asks = operations[(operations[:, M.T_KIND] == M.ALLOC) & (operations[:, M.T_ROW] >= 0)]
+    pools = np.zeros(max(requests.height, 1), np.int64)
+    asks = operations[((operations[:, M.T_KIND] == M.ALLOC) | (operations[:, M.T_KIND] == M.OOM)) & (operations[:, M.T_ROW] >= 0)]
     for number, handle in enumerate(served.model.pools[1:], 1):
         pools[asks[asks[:, M.T_POOL] == handle, M.T_ROW]] = number
     return pools
 
 
 def _allocations(requests: Requests, served: Served, trace: Any, seq: Any) -> pl.DataFrame:
-    recording = requests.recording
-    n = recording.rows.height
+    rows = requests.rows()
+    n = rows.height
     moments = {}
     addr = np.zeros(n + 1, np.int64)
     for name, code in (("alloc_seq", M.ALLOC), ("free_seq", M.FREE_REQUESTED), ("done_seq", M.FREE_COMPLETED)):
@@ -79,7 +78,7 @@ def _allocations(requests: Requests, served: Served, trace: Any, seq: Any) -> pl
             addr[trace[mine, M.T_ROW]] = trace[mine, M.T_ADDR]
         moments[name] = _nulled(found[:n], found[:n] < 0)
     size = served.rows[1::2][:n]
-    frame = recording.rows.with_columns(
+    frame = rows.with_columns(
         *(values.alias(name) for name, values in moments.items()),
         pl.Series("addr", addr[:n].view(np.uint64)),
         pl.Series("size_bytes", size),
@@ -119,7 +118,7 @@ def _picture(requests: Requests, served: Served, place: dict[str, Any]) -> tuple
     size, requested = ours["size"][keep], ours["requested"][keep]
     names = np.asarray(recording.pool_names)
     half = np.where(ours["small"] == 1, "small", "large")
-    stack = recording.rows["stack_id"]
+    stack = requests.rows()["stack_id"]
     row = ours["row"][keep]
     held = (row >= 0) & (state != M.FREE)
     common = place | {"snapshot_id": 0}

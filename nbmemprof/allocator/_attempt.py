@@ -70,6 +70,10 @@ class Followed:
         return self.terms.limit_bytes
 
     @property
+    def capacity_bytes(self) -> int | None:
+        return self.terms.capacity_bytes
+
+    @property
     def torch(self) -> str | None:
         return self.terms.torch
 

@@ -17,6 +17,7 @@ from nbmemprof.allocator._memory import (
     AREAS_MADE,
     ASCENDING,
     AT,
+    BARRED,
     CAPACITY,
     CHAIN,
     DEFAULT_LARGE,
@@ -24,6 +25,7 @@ from nbmemprof.allocator._memory import (
     DESCENDING,
     DEVICE_ALLOC,
     DEVICE_FREE,
+    FAILED,
     FED,
     FREE,
     FREE_COMPLETED,
@@ -293,6 +295,9 @@ def unmap(m: Ints, t: Ints, b: int) -> int:
     end = (addr + m[b + SIZE] - base) // page * page + base
     if begin >= end:
         return 0
+    if m[BARRED] and (m[BARRED] < 0 or m[BARRED] == 1 + m[free_list + LIST_STREAM]):  # torch waits for the stream first, which the driver refuses in its capture
+        m[FAILED] = 1
+        return 0
     take(m, b)
     if begin > addr:
         head = new_block(m, free_list, area, addr, begin - addr)
@@ -337,7 +342,7 @@ def release_half(m: Ints, t: Ints, half: int) -> int:
                 release(m, t, b)
             b = following
         free_list = m[free_list + LIST_NEXT]
-    while first:
+    while first and m[FAILED] == 0:
         following = m[first + CHAIN]
         unmap(m, t, first)
         first = following
@@ -347,6 +352,8 @@ def release_half(m: Ints, t: Ints, half: int) -> int:
 def release_pool(m: Ints, t: Ints, pool: int) -> int:
     """Free what a private pool without users holds."""
     release_half(m, t, m[pool + POOL_SMALL])
+    if m[FAILED]:
+        return 0
     return release_half(m, t, m[pool + POOL_LARGE])
 
 
@@ -387,7 +394,7 @@ def flush(m: Ints, t: Ints) -> int:
         release_half(m, t, m[DEFAULT_LARGE])
         release_half(m, t, m[DEFAULT_SMALL])
     pool = m[POOLS]
-    while pool:
+    while pool and m[FAILED] == 0:
         if m[pool + POOL_FREEABLE]:
             release_pool(m, t, pool)
         pool = m[pool + POOL_NEXT]

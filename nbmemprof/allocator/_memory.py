@@ -23,6 +23,7 @@ VIRTUAL, ROUTED_QUIET, REJECT, QUIET, POLICY, NEXT_ADDR, SEGMENTS_MADE, AREAS_MA
 RESERVED, RETRIES, OOMS, SYNCS, DEVICE_ALLOC, DEVICE_FREE, REJECTIONS, REFUSALS = range(32, 40)
 PENDING_FIRST, PENDING_LAST, POOLS, DEFAULT_SMALL, DEFAULT_LARGE, AMBIGUOUS, FOUND, SKIPPED = range(40, 48)
 SKIPPED_BYTES, NEXT_GIVEN, INFER, LISTS_MADE, WINDOW, WINDOW_END, _, SOURCE = range(48, 56)
+BARRED, FAILED, SERVED_AGAIN = range(56, 59)  # 1 + the stream that a capture is on, -1 for any: nothing of it can be unmapped; what was tried all the same; refusals served now
 DIVISIONS = 64  # 16 buckets of roundup_power2_divisions
 STATS = 96  # statistics: 12 words each (all, small, large; of each current, peak, allocated, freed)
 ALLOCATION, SEGMENT, ACTIVE, INACTIVE_SPLIT, ALLOCATED_BYTES, RESERVED_BYTES, ACTIVE_BYTES, INACTIVE_SPLIT_BYTES, REQUESTED_BYTES = range(96, 204, 12)

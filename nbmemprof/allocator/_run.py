@@ -54,6 +54,7 @@ from nbmemprof.allocator._memory import (
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
+    SERVED_AGAIN,
     SIZE,
     SKIPPED,
     SKIPPED_BYTES,
@@ -138,6 +139,16 @@ def serve(m: Ints, t: Ints, o: Ints, h: Ints, e: Ints) -> int:
             b = h[2 * row] if row >= 0 else 0
             if b > 0 and m[b + STATE] == PENDING and m[b + ROW] == row:
                 complete(m, t, b)
+        elif kind == OOM:  # refused when it was recorded; what the program would have done with it is not known, so it is given back at once
+            b = malloc(m, t, row, o[i + T_SIZE], o[i + T_STREAM], o[i + T_POOL])
+            h[2 * row] = b if b else -1
+            if b:
+                h[2 * row + 1] = m[b + SIZE]
+                m[SERVED_AGAIN] += 1
+                free(m, t, b, 0)
+            else:
+                m[SKIPPED] += 1
+                m[SKIPPED_BYTES] += o[i + T_SIZE]
         elif kind == EMPTY:
             flush(m, t)
         elif kind == DROP_POOL:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import polars as pl
 
+from nbmemprof import schema
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._infer import Followed
 from nbmemprof.allocator._model import Model, Words
@@ -34,7 +36,8 @@ class Served:
 class Requests:
     """What a recording asks: its allocs and frees, ``empty_cache()`` and dropped pools; made once, served many times.
 
-    What was live before the first event is asked for at the beginning, in the order of addresses (a cold start).
+    What was live before the first event is asked for at the beginning, in the order of addresses (a cold start). What was refused
+    when it was recorded is asked again, and has a row of its own behind the others.
     """
 
     def __init__(self, followed: Followed) -> None:
@@ -46,7 +49,19 @@ class Requests:
         if len(self.cold) and len(recording.pool_names) > 1:
             names = recording.rows["pool_id"].cast(str).fill_null("0_0").to_list()
             self.pool_of_cold = [recording.pool_names.index(names[i]) if names[i] in recording.pool_names else 0 for i in self.cold.tolist()]
+        self.refused = np.flatnonzero(recording.kind == M.OOM)
+        self.height = recording.rows.height + len(self.refused)
         self._operations: dict[tuple[int, ...], Words] = {}
+
+    def rows(self) -> pl.DataFrame:
+        """Allocations as they were recorded, and a row for each request that was refused."""
+        recording = self.recording
+        if not len(self.refused):
+            return recording.rows
+        asked = recording.events[self.refused]
+        shared = ("rank", "device", "kind", "source", "addr", "requested_bytes", "stream", "pool_id", "stack_id")
+        columns: dict[str, Any] = {name: asked[name] for name in shared} | {"size_bytes": asked["requested_bytes"], "category": "unknown", "evidence": "none", "addr": 0, "at_start": False}
+        return pl.concat([recording.rows, schema.fill("allocations", columns, asked.height).select(recording.rows.columns)])
 
     def bound(self, model: Model) -> tuple[Words, Words]:
         """Return the operations and moments for a model; the array is shared by models that were made alike."""
@@ -56,6 +71,9 @@ class Requests:
         key = tuple(model.pools)
         if key not in self._operations:
             trace = recording.bind(model)
+            if len(self.refused):
+                trace = trace.copy()
+                trace.reshape(-1, M.WORDS)[self.refused, M.T_ROW] = np.arange(self.height - len(self.refused), self.height)
             before = np.zeros((len(self.cold), M.WORDS), np.int64)
             before[:, M.T_SIZE] = recording.rows["requested_bytes"].to_numpy()[self.cold]
             before[:, M.T_STREAM] = recording.rows["stream"].fill_null(0).to_numpy()[self.cold]
@@ -90,7 +108,7 @@ def serve(
     records = 1 << 12
     model = Model(settings, rules_of(torch), limit_bytes=limit_bytes, capacity_bytes=capacity_bytes, card_bytes=card, policy=policy, records=records)
     operations, moments = requests.bound(model)
-    rows = np.zeros(2 * max(recording.rows.height, 1), np.int64)
+    rows = np.zeros(2 * max(requests.height, 1), np.int64)
     trace = np.zeros(len(operations) + (6 << 10) if keep else 0, np.int64)
     m = model.m
     m[M.MODE], m[M.END], m[M.STOP] = M.TELL if keep else M.MUTE, len(trace), len(operations)

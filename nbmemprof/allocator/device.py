@@ -18,7 +18,7 @@ from nbmemprof.allocator.versions import DEFAULT, rules_of
 from nbmemprof.errors import NbmemprofError, OutOfMemoryError
 from nbmemprof.units import parse_bytes
 
-__all__ = ["Device"]
+__all__ = ["Device", "StreamCaptureError"]
 
 _WORDS = {
     M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
@@ -26,6 +26,10 @@ _WORDS = {
 }  # fmt: skip
 _UNSERVED = 1 << 60
 PoolId = tuple[int, int]
+
+
+class StreamCaptureError(NbmemprofError, RuntimeError):
+    """What torch raises where the driver refuses a call because a stream is being captured."""
 
 
 @functools.cache
@@ -147,8 +151,21 @@ class Device:
             self._uses.setdefault(addr, set()).add(stream)
 
     def empty_cache(self) -> None:
-        """Give free memory back: whole segments, whole pages."""
+        """Give free memory back: whole segments, whole pages.
+
+        Raises
+        ------
+        StreamCaptureError
+            A graph is being captured, and pages of a pool that has no user any more would have to be unmapped on its stream, as in torch (2.11).
+        """
         self._call(M.EMPTY)
+        m = self._model.m
+        if m[M.FAILED]:
+            m[M.FAILED] = 0
+            raise StreamCaptureError(
+                "CUDA error: operation not permitted when stream is capturing (modelled by nbmemprof): empty_cache() waits for the captured stream before it unmaps the pages of a pool "
+                "that no graph uses any more. Call it before the capture begins, or after its end."
+            )
 
     def _block(self, addr: int) -> int:
         block = self._live.get(addr)
@@ -213,11 +230,16 @@ class Device:
             self._settle_deferred()
 
     @contextlib.contextmanager
-    def capture(self, pool: PoolId | None = None) -> Iterator[PoolId]:
-        """Capture a CUDA graph: requests go to its pool, nothing is flushed or polled, frees of blocks that other streams used wait for its end."""
+    def capture(self, pool: PoolId | None = None, stream: int | None = None) -> Iterator[PoolId]:
+        """Capture a CUDA graph: requests go to its pool, nothing is flushed or polled, frees of blocks that other streams used wait for its end.
+
+        ``stream``: the one that is captured, which :meth:`empty_cache` must not wait for; None: it may be any.
+        """
         name = self.graph_pool() if pool is None else pool
         self._pool(name)
         self._routes.append(name)
+        barred = self._model.m[M.BARRED]
+        self._model.m[M.BARRED] = -1 if stream is None else 1 + stream
         self._captures += 1
         self._model.m[M.QUIET] += 1
         try:
@@ -226,6 +248,7 @@ class Device:
             self._routes.remove(name)
             self._captures -= 1
             self._model.m[M.QUIET] -= 1
+            self._model.m[M.BARRED] = barred
             self._settle_deferred()
 
     def drop_pool(self, pool: PoolId) -> None:

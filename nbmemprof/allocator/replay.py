@@ -50,7 +50,8 @@ def replay(
         None: as recorded, and every address is compared with the recorded one. Else the configuration to try (``""``: torch's
         defaults): recorded segments are then outcomes, and are not used; new ones lie at ascending addresses.
     limit_bytes, capacity_bytes
-        torch's own limit; what the driver can give. None: as recorded, or without bound where the recording shows none.
+        torch's own limit; what the driver can give. None: as recorded (of the driver, what it had when it refused), or without bound where the
+        recording shows none.
     torch
         Version whose rules hold; None: the recording's, else 2.11.
 
@@ -79,7 +80,8 @@ def replay(
     models, refused, first = {}, [0, 0], 0
     for one in followed:
         settings = one.settings if conf is None else parse(conf, one.torch)
-        served = serve(Requests(one), settings, torch=one.torch, limit_bytes=_limit(one, limit, settings.per_process_memory_fraction, capacity), capacity_bytes=capacity, keep=True)
+        bound = _limit(one, limit, settings.per_process_memory_fraction, capacity)
+        served = serve(Requests(one), settings, torch=one.torch, limit_bytes=bound, capacity_bytes=one.capacity_bytes if capacity is None else capacity, keep=True)
         tables = tables_of(Requests(one), served, first)
         first += tables["events"].height
         for name, frame in tables.items():

@@ -27,7 +27,7 @@ _POLICIES: tuple[str | int, ...] = ("windows", "ascending", "descending", 1, 2)
 COLUMNS: dict[str, Any] = {
     "conf": pl.String, "device": pl.Int64, "rank": pl.Int64, "peak_reserved_low_bytes": pl.Int64, "peak_reserved_high_bytes": pl.Int64,
     "peak_allocated_low_bytes": pl.Int64, "peak_allocated_high_bytes": pl.Int64, "ooms": pl.Int64, "ooms_high": pl.Int64, "retries": pl.Int64,
-    "device_calls": pl.Int64, "segments": pl.Int64, "refused_bytes": pl.Int64, "recorded": pl.Boolean, "runs": pl.Int64, "origin": pl.String,
+    "device_calls": pl.Int64, "segments": pl.Int64, "refused_bytes": pl.Int64, "asked_again": pl.Int64, "served_again_low": pl.Int64, "served_again": pl.Int64, "recorded": pl.Boolean, "runs": pl.Int64, "origin": pl.String,
 }  # fmt: skip
 
 
@@ -55,7 +55,10 @@ def what_if(
     One row a configuration and device: ``conf device rank peak_reserved_low_bytes peak_reserved_high_bytes`` (over three to five orders
     of segment addresses, on which ties of the best fit hang; one number twice where they can't matter or are recorded)
     ``peak_allocated_low_bytes peak_allocated_high_bytes ooms ooms_high`` (least and most) ``retries device_calls segments``
-    (of the first order) ``refused_bytes recorded`` (the setting that it was recorded with) ``runs origin``: ``measured`` where the row is the
+    (of the first order) ``refused_bytes``; ``asked_again``: requests that were refused when it was recorded, which are asked again at their
+    place; ``served_again_low served_again``: how many of them are served now, least and most: each is given back at once, as what the program would
+    have done with it is in no file, so peaks hold for the program as it went on then, the request included; ``recorded`` (the setting
+    that it was recorded with) ``runs origin``: ``measured`` where the row is the
     recording itself, followed exactly, else ``replayed``.
 
     Raises
@@ -90,7 +93,7 @@ def _row(one: Followed, requests: Requests, settings: Settings, limit: int | Non
         return _summed(one, settings, [one.model.m], True, "measured")
     made = []
     for policy in _POLICIES:
-        served = serve(requests, settings, torch=one.torch, limit_bytes=bound, capacity_bytes=capacity, policy=policy, runs=runs)
+        served = serve(requests, settings, torch=one.torch, limit_bytes=bound, capacity_bytes=one.capacity_bytes if capacity is None else capacity, policy=policy, runs=runs)
         made.append(served.model.m)
         if not served.tied or (len(made) == 3 and len({_outcome(m) for m in made}) == 1):
             break
@@ -110,10 +113,13 @@ def _summed(one: Followed, settings: Settings, made: list[Any], recorded: bool, 
     reserved = [int(m[M.RESERVED_BYTES + 1]) for m in made]
     allocated = [int(m[M.ALLOCATED_BYTES + 1]) for m in made]
     ooms = [int(m[M.OOMS]) for m in made]
+    again = [int(m[M.SERVED_AGAIN]) for m in made]
+    refused = one.recording.kind == M.OOM
+    asked, asked_bytes = int(refused.sum()), int(one.recording.size[refused].sum())
     m = made[0]
     return {
         "conf": settings.text, "device": one.recording.key[1], "rank": one.recording.key[0], "peak_reserved_low_bytes": min(reserved), "peak_reserved_high_bytes": max(reserved),
         "peak_allocated_low_bytes": min(allocated), "peak_allocated_high_bytes": max(allocated), "ooms": min(ooms), "ooms_high": max(ooms), "retries": int(m[M.RETRIES]),
         "device_calls": int(m[M.DEVICE_ALLOC] + m[M.DEVICE_FREE]), "segments": int(m[M.SEGMENTS_MADE] if not m[M.AREAS_MADE] else m[M.DEVICE_ALLOC]),
-        "refused_bytes": int(m[M.SKIPPED_BYTES]), "recorded": recorded, "runs": len(made), "origin": origin,
+        "refused_bytes": int(m[M.SKIPPED_BYTES]) if origin == "replayed" else asked_bytes, "asked_again": asked, "served_again_low": min(again), "served_again": max(again), "recorded": recorded, "runs": len(made), "origin": origin,
     }  # fmt: skip

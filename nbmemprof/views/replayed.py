@@ -185,5 +185,5 @@ def table(frame: pl.DataFrame) -> tuple[str, list[str], list[list[str]]]:
         ]
         for row in frame.iter_rows(named=True)
     ]  # fmt: skip
-    again = " (what was refused when it was recorded is not asked again)" if frame.filter("recorded")["ooms"].sum() else ""
+    again = " (what was refused when it was recorded is asked again, and given back at once)" if frame["asked_again"].sum() else ""
     return f"What other allocator settings would have reserved{again}", [head[0], *(["device"] if several else []), *head[1:]], rows

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from recorded import facts, of_trace, snapshot
 
 import nbmemprof as mp
 from nbmemprof.allocator import ConfError, Device, Settings, _link, _run
 from nbmemprof.allocator._model import Model
 from nbmemprof.allocator.versions import rules_of
+from nbmemprof.allocator.what_if import CONFS
 
 MIB = 1 << 20
 
@@ -61,6 +64,54 @@ def test_no_request_is_lost_and_refused_ones_are_counted():
         assert (made.meta["refused"]["requests"] > 0) == (limit is not None)
         assert made.events.filter(pl.col("action").cast(pl.String) == "oom").height == made.meta["refused"]["requests"]
         assert made.meta["limit_bytes"] == (None if limit is None else 1 << 30)
+
+
+def test_a_request_that_was_refused_is_asked_again_under_every_setting():
+    """Recorded with classic segments under a limit: expandable ones serve it; the same setting refuses it again."""
+    device = Device(limit_bytes=45 * MIB)
+    kept = [device.malloc(9 * MIB) for _ in range(4)]  # two to a segment of 20 MiB
+    device.free(kept[1])
+    device.free(kept[2])  # beside it, where segments have no border
+    with pytest.raises(mp.OutOfMemoryError):
+        device.malloc(16 * MIB)
+    capture = mp.load(device.snapshot())
+    frame = rows(mp.what_if(capture, ["", "expandable_segments:True", "max_split_size_mb:128"]))
+    got = {conf: (row["origin"], row["ooms"], row["asked_again"], row["served_again"], row["refused_bytes"]) for conf, row in frame.items()}
+    assert got == {
+        "": ("measured", 1, 1, 0, 16 * MIB), "expandable_segments:True": ("replayed", 0, 1, 1, 0), "max_split_size_mb:128": ("replayed", 1, 1, 0, 16 * MIB),
+    }  # fmt: skip
+    assert frame["expandable_segments:True"]["peak_allocated_high_bytes"] == 4 * 9 * MIB
+    made = mp.replay(capture, "expandable_segments:True")
+    assert made.meta["refused"] == {"requests": 0, "bytes": 0}
+    assert made.allocations.height == 5
+    assert made.meta["stats"]["0"]["allocated_bytes.all.current"] == 18 * MIB  # given back at once
+
+
+@pytest.mark.cost(2)
+@given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 6)), min_size=1, max_size=25), st.sampled_from([None, 60 * MIB, 100 * MIB]), st.sampled_from(CONFS))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_if_loses_no_request(sizes, limit, conf):
+    """Every request of the recording, refused ones too, is served or refused under the other setting."""
+    device, live, refused = Device(limit_bytes=limit), [], 0
+    for size, free in sizes:
+        if free and live:
+            device.free(live.pop(free % len(live)))
+        try:
+            live.append(device.malloc(size))
+        except mp.OutOfMemoryError:
+            refused += 1
+    capture = mp.load(device.snapshot())
+    row = mp.what_if(capture, [conf], limit_bytes=limit).row(0, named=True)
+    made = mp.replay(capture, conf, limit_bytes=limit)
+    asked = capture.events["action"].cast(pl.String).is_in(["alloc", "oom"]).sum()
+    assert asked == len(sizes)
+    assert row["asked_again"] == refused
+    stats = made.meta["stats"]["0"]
+    assert stats["allocation.all.allocated"] + stats["num_ooms"] == asked
+    assert row["ooms"] <= row["ooms_high"]
+    assert row["served_again_low"] <= row["served_again"] <= refused
+    if row["origin"] == "replayed":
+        assert made.meta["refused"]["requests"] == stats["num_ooms"]
 
 
 def test_a_replay_of_a_replay_is_exact():
