@@ -170,8 +170,8 @@ class _Window:
         """The tables and what is known about them."""
         used = _addresses()
         alive = self._alive(used)
-        stack = self.place["stack"][self.shown[self.made[self.shown]]]
-        numbers = np.unique(np.concatenate([stack, np.asarray([n for _, n in alive.values()], np.uint32)]))
+        stack, older = self.place["stack"][self.shown[self.made[self.shown]]], self._older()
+        numbers = np.unique(np.concatenate([stack, np.asarray([*(n for _, n in alive.values()), *older.values()], np.uint32)]))
         if not len(self.shown):
             return self._still(alive, used, options)
         seq, events = self._events(options.get("cell"))
@@ -181,6 +181,8 @@ class _Window:
         }  # fmt: skip
         tables |= self._seen(seq, tables["marks"])
         capture = heap.build(tables, **self._meta(options))
+        if older:
+            capture.tables["allocations"] = _with_older(capture.tables["allocations"], older)
         if alive:
             capture.tables["allocations"] = _attribute_start(capture.tables["allocations"], used)
         return capture
@@ -202,6 +204,18 @@ class _Window:
         alive |= {addr: (size, 0) for addr, (_, size) in used.items() if size and addr not in touched and addr not in alive}
         rows = tr.tracker.alive(self.rows, self.partner)
         return alive | {int(a): (int(s), int(n)) for a, s, n in zip(self.rows["addr"][rows], self.rows["size"][rows], self.place["stack"][rows], strict=True)}
+
+    def _older(self) -> dict[int, int]:
+        """Address → stack of what was there before the window and dies in it: allocated in an earlier recording, or in one around this."""
+        gone = self.shown[~self.made[self.shown]]
+        addresses, mates = self.rows["addr"][gone], self.partner[gone]
+        _, first = np.unique(addresses, return_index=True)  # a later release at that address is of a block made here
+        found: dict[int, int] = {}
+        for addr, mate in zip(addresses[first].tolist(), mates[first].tolist(), strict=True):
+            stack = int(self.place["stack"][mate]) if 0 <= mate < self.begin else tr.tracker.known.get(addr, (0, 0))[1] if mate < 0 else 0
+            if stack:
+                found[addr] = stack
+        return found
 
     def _events(self, cell: int | None) -> tuple[np.ndarray[Any, Any], pl.DataFrame]:
         """Sequence number of each shown row, and the table; a release is two events, as it waits for nothing."""
@@ -332,6 +346,13 @@ def _judge(phase: Any, end_phase: Any, dead: Any, seen: Any, made_by_module: Any
 def _words(numbers: np.ndarray[Any, Any], words: Any) -> pl.Series:
     known = {i: word for i, word in enumerate(words) if word is not None}
     return pl.Series(np.ascontiguousarray(numbers)).replace_strict(known, default=None, return_dtype=pl.String) if known else pl.Series([None] * len(numbers), dtype=pl.String)
+
+
+def _with_older(allocations: pl.DataFrame, stacks: dict[int, int]) -> pl.DataFrame:
+    """Give the blocks that died in the window the stack that an earlier recording saw."""
+    known = pl.col("addr").replace_strict(stacks, default=None, return_dtype=pl.UInt32)
+    applies = pl.col("at_start") & pl.col("free_seq").is_not_null() & pl.col("stack_id").is_null()
+    return allocations.with_columns(pl.when(applies).then(known).otherwise(pl.col("stack_id")).alias("stack_id"))
 
 
 def _attribute_start(allocations: pl.DataFrame, used: dict[int, tuple[int, int]]) -> pl.DataFrame:

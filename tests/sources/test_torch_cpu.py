@@ -474,6 +474,36 @@ def test_windows_nest_and_a_cut_begins_where_it_was_marked() -> None:
     assert newer.numel() == 1808
 
 
+def test_what_dies_in_the_next_recording_keeps_its_line_too() -> None:
+    """A release says where it was made: in an earlier recording, in one around it, or not at all; what is made at its address afterwards is another's."""
+    kept: list[Any] = []
+    recorded(lambda: kept.append(torch.empty(654)))
+    kept.append(torch.empty(456))
+    capture = recorded(kept.clear)
+    rows = {row["requested_bytes"]: row for row in capture.allocations.iter_rows(named=True)}
+    told = capture.stacks.filter(pl.col("stack_id") == rows[2616]["stack_id"], pl.col("depth") == 0)
+    assert told["function"].item() == "<lambda>"
+    assert rows[2616]["free_seq"] is not None
+    assert 1824 not in rows or rows[1824]["stack_id"] is None
+    older: list[Any] = []
+    around = torch_cpu.source()
+    around.start()
+    older.append(torch.empty(987))
+
+    def let_go() -> None:
+        older.clear()
+        for _ in range(3):
+            torch.empty(987)
+
+    nested = recorded(let_go)
+    around.stop()
+    rows = nested.allocations.filter(pl.col("requested_bytes") == 3948).sort("alloc_seq", nulls_last=False).to_dicts()
+    functions = dict(nested.stacks.filter(pl.col("depth") == 0).select("stack_id", "function").iter_rows())
+    assert [row["at_start"] for row in rows] == [True, False, False, False]
+    assert functions[rows[0]["stack_id"]] == "test_what_dies_in_the_next_recording_keeps_its_line_too"
+    assert {functions[row["stack_id"]] for row in rows[1:]} == {"let_go"}
+
+
 def test_what_an_earlier_recording_saw_made_is_known_with_its_stack() -> None:
     """Also what was made or freed between the recordings."""
     kept: list[Any] = []
