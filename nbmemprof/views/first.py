@@ -135,7 +135,7 @@ def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator
     ]
     yield "".join(image(*bar) for bar in bars if bar)
     name = f"{device.label}: " if device.label else ""
-    if layers_known(known) and (drawn := tree.picture(known.of(known.ask("layers"), device), f"{name}layers at the peak", rows=rows + 3)) is not None:
+    if layers_known(known) and (drawn := tree.picture(known.of(known.ask("layers"), device), f"{name}layers at the peak" if name else "Layers at the peak", rows=rows + 3)) is not None:
         yield f"<details><summary>{_html(name + 'layers')}</summary>{image(*drawn)}</details>"
     if known.capture.tables["samples"].height and (bar := ledger_bar.picture(known.of(known.ask("ledger"), device))) is not None:
         yield f"<details><summary>{_html(name + 'all of the device: the ledger')}</summary>{image(*bar)}</details>"

@@ -17,7 +17,7 @@ __all__ = ["Node", "folded", "html", "picture", "shown", "tree"]
 
 PARTS = (*COLUMNS, "other")
 _BYTES = (*COLUMNS.values(), "other_bytes")
-_ALIKE = 0.02  # blocks whose sizes are this near to each other are drawn as one
+_ALIKE = 0.05  # blocks whose sizes are this near to each other are drawn as one
 _ROWS = 15
 _MOST = 1500  # nodes of the nested lists
 _LINE = 20

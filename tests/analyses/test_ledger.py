@@ -155,7 +155,6 @@ def test_on_an_h200_less_than_two_percent_is_unexplained(name: str, at: str) -> 
     assert rest["low_bytes"] <= 0 <= rest["high_bytes"]  # nothing there that the table's errors do not cover
 
 
-@pytest.mark.parametrize("name", RECORDED)
 def test_on_an_h200_the_context_was_measured_as_cuda_began() -> None:
     """524 MiB, where the table of another day says 527."""
     for name, origin in (("gpt2_train", "measured"), ("foreign", "measured"), ("generation", "recorded")):  # the last began after CUDA
@@ -171,6 +170,7 @@ def test_on_an_h200_recording_a_cpu_bound_step_costs_less_than_ten_percent() -> 
     assert told["others"]["MemTracker"]["wall_ms"] > 10 * plain and told["others"]["torch.profiler"]["wall_ms"] > 1.5 * plain
 
 
+@pytest.mark.parametrize("name", RECORDED)
 def test_on_an_h200_the_driver_and_torch_said_the_same_right_after(name: str) -> None:
     """``cudaMemGetInfo`` and torch's counters, asked by the script when the recording had ended."""
     told = json.loads((LEDGERS / ("generation.json" if name == "generation" else "ledger.json")).read_text())["numbers"][name]
