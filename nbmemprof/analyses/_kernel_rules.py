@@ -10,13 +10,14 @@ import polars as pl
 
 from nbmemprof.units import format_bytes
 
-__all__ = ["RULES", "Rule", "Said", "short"]
+__all__ = ["CONSEQUENCES", "RULES", "Rule", "Said", "short"]
 
 _WASTE = 1.1  # sectors over ideal, wavefronts over ideal: below it is not worth a line
 _NEAR = 0.85  # of the ceiling: then access is as good as it gets
 _NARROW_BYTES = 64  # a warp's access: 32 lanes of 2 bytes
 _BUSY = 0.7  # of the ceiling: then narrow accesses are no matter
 _STALLED = 4.0  # warps waiting for memory each time one instruction is issued
+_FULL = (32.0, 64.0, 128.0, 256.0, 512.0)  # bytes of a request of 32 lanes, each as wide
 _LINES = 3  # lines of one kernel that get a sentence each
 
 Row = Mapping[str, Any]
@@ -44,7 +45,7 @@ def short(name: str | None) -> str:
 def _scattered(what: str, verb: str) -> Rule:
     def rule(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
         actual, ideal = row[f"{what}_sectors_per_request"], row[f"{what}_ideal_per_request"]
-        if actual is None or ideal is None or actual < _WASTE * ideal:
+        if actual is None or ideal is None or not _is_waste(row, what):
             return
         name, fault, found = f"scattered_{what}s", f"{what}s", False
         for line in _worst(lines, "global", what, "sectors"):
@@ -58,6 +59,17 @@ def _scattered(what: str, verb: str) -> Rule:
             yield Said(name, f"a warp's {what} touches {_number(actual)} sectors where {_number(ideal)} would do; {pattern}", action, fault)
 
     return rule
+
+
+def _is_waste(row: Row, what: str) -> bool:
+    """Whether a kernel's accesses surely touch more than they need.
+
+    Where every request moves as much as its width allows, the ideal is the bytes over 32. Where requests differ (a broadcast beside
+    a full one), each may need a sector more than its share of the bytes: only what is beyond that is waste.
+    """
+    requests, sectors, asked = row[f"{what}_requests"], row[f"{what}_sectors"], row[f"{what}_bytes"]
+    packed = asked / 32
+    return bool(sectors >= _WASTE * max(packed, requests) and (sectors > packed + requests or asked / requests in _FULL))
 
 
 def _worst(lines: pl.DataFrame, space: str, operation: str, unit: str) -> list[dict[str, Any]]:
@@ -100,7 +112,7 @@ def _narrow(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
 
 def _conflicts(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
     def lost(what: str) -> float:
-        return float((row[f"shared_{what}_wavefronts"] or 0.0) * (1 - 1 / (row[f"shared_{what}_ways"] or 1.0)))
+        return float((row[f"shared_{what}_cycles"] or 0.0) * (1 - 1 / (row[f"shared_{what}_ways"] or 1.0)))
 
     what = max(("load", "store"), key=lost)
     ways, action = row[f"shared_{what}_ways"], "Pad the rows of the shared array by one element, or swizzle its index (column ^ row); mp.access.shared_load shows the banks."
@@ -134,10 +146,6 @@ def _latency(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
     stall, share = row["long_scoreboard_stall"], row["ceiling_share"]
     if stall is None or share is None or stall < _STALLED or share >= 0.5:
         return
-    for what in ("load", "store"):
-        actual, ideal = row[f"{what}_sectors_per_request"], row[f"{what}_ideal_per_request"]
-        if actual is not None and ideal is not None and actual > _WASTE * ideal:
-            return  # it waits for sectors that it doesn't need: told already
     yield Said(
         "waits_for_memory",
         f"{_number(stall)} warps wait for memory each time one gets on, at {_percent(share)} of the bandwidth that such a card has",
@@ -155,6 +163,7 @@ def _at_ceiling(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
         )
 
 
+CONSEQUENCES = ("waits_for_memory", "at_ceiling")  # not told beside a fault
 RULES: tuple[Rule, ...] = (_scattered("load", "read"), _scattered("store", "write"), _narrow, _conflicts, _spills, _host, _latency, _at_ceiling)
 
 

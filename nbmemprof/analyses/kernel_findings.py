@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from nbmemprof.analyses._kernel_rules import RULES, Said, short
+from nbmemprof.analyses._kernel_rules import CONSEQUENCES, RULES, Said, short
 from nbmemprof.analyses._kernel_time import predicted_us
 from nbmemprof.analyses.kernel_lines import kernel_lines
 from nbmemprof.analyses.kernels import kernels
@@ -26,7 +26,7 @@ _SMALL = 0.01  # share of all kernels' time below which a kernel is left out
 def kernel_findings(capture: Capture) -> pl.DataFrame:
     """What in the counted kernels deserves attention, and what would mending it win?
 
-    Launches of one kernel with the same grid from the same line are one finding. Kernels that took less than 1 % of the time are left out.
+    Launches of one kernel with the same grid and pattern from the same line are one finding. Kernels that took less than 1 % of the time are left out.
 
     Returns
     -------
@@ -39,10 +39,14 @@ def kernel_findings(capture: Capture) -> pl.DataFrame:
     frame, lines = kernels(capture), kernel_lines(capture)
     total = float(frame["duration_us"].sum() or 0.0)
     rows: list[dict[str, Any]] = []
-    for group in frame.partition_by("device", "name", "site", "grid", "block", maintain_order=True) if frame.height else []:
+    alike = [pl.col(f"{what}_sectors_per_request").round(1).alias(f"_{what}") for what in ("load", "store")]
+    keys = ("device", "name", "site", "grid", "block", "_load", "_store")
+    for group in frame.with_columns(alike).partition_by(*keys, maintain_order=True) if frame.height else []:
         row, took = group.row(0, named=True), float(group["duration_us"].sum() or 0.0)
         if took >= _SMALL * total:
             said = [one for rule in RULES for one in rule(row, lines.filter(pl.col("kernel_id") == row["kernel_id"]))]
+            if any(one.fault for one in said):  # then how near the ceiling it is, and that it waits, follow from that
+                said = [one for one in said if one.rule not in CONSEQUENCES]
             rows += [_row(one, row, group.height, took, str(capture.meta["origin"])) | _gain(said, one, row, took, ceilings) for one in said]
     for row in rows:
         row["action"] += row.pop("words", "")

@@ -120,14 +120,14 @@ def _ideal_per_request(what: str) -> pl.Expr:
 
 
 def _ways(what: str) -> pl.Expr:
-    """Wavefronts of shared-memory accesses over those that would do: the bytes over 128, and one an instruction at least.
+    """Wavefronts of shared-memory accesses over those that would do: those without conflicts, and at least the bytes over 128.
 
-    Without the bytes: wavefronts less the conflicts that were counted.
+    Instructions say nothing here: one whose lanes are all switched off is counted and needs no wavefront.
     """
-    waves, count, asked = (pl.col(f"shared_{what}_{name}") for name in ("wavefronts", "instructions", "bytes"))
-    counted = waves - pl.col(f"shared_{what}_conflicts")
-    least = pl.when(asked.is_not_null()).then(pl.max_horizontal(count, asked / _BANK_BYTES)).otherwise(counted)
-    return pl.when(count > 0).then(pl.max_horizontal(_over(waves, least), pl.lit(1.0)))
+    cycles, conflicts, asked = (pl.col(f"shared_{what}_{name}") for name in ("cycles", "conflicts", "bytes"))
+    waves = pl.coalesce(f"shared_{what}_wavefronts", cycles)
+    least = pl.max_horizontal(cycles - conflicts, asked / _BANK_BYTES)  # of those that are known
+    return pl.when(waves > 0).then(pl.max_horizontal(_over(waves, least), pl.lit(1.0)))
 
 
 def ceiling_bytes_per_s(ceilings: Mapping[str, Any], read_share: float | None) -> float | None:

@@ -9,9 +9,11 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.analyses._counters import COUNTERS
+from nbmemprof.analyses.kernel_findings import kernel_findings
 from nbmemprof.analyses.kernel_lines import SCHEMA, TABLE
 from nbmemprof.analyses.kernels import kernels
 from nbmemprof.capture import Capture
+from nbmemprof.gpu import _ceilings
 from nbmemprof.gpu._counting import tables
 from nbmemprof.gpu._launches import Launch
 
@@ -35,6 +37,19 @@ def capture_of(path: Path) -> Capture:
 def _triple(text: str | None) -> tuple[int, int, int] | None:
     found = [int(part) for part in text.split(",")] if text else []
     return (found[0], found[1], found[2]) if found else None
+
+
+def predictions(path: Path) -> dict[str, dict[str, Any]]:
+    """What the findings say of each recorded kernel: its duration, what it would take, by which rules. The card's ceilings are the package's."""
+    capture = capture_of(path)
+    capture.meta["ceilings"] = _ceilings.of(str(capture.meta["device"]))
+    found = kernel_findings(capture)
+    made = {}
+    for number, name in enumerate(json.loads(path.read_text())["calls"]):
+        rows = found.filter((pl.col("kernel_id") == number) & pl.col("predicted_us").is_not_null())
+        if rows.height:
+            made[name] = {"duration_us": rows["duration_us"][0], "predicted_us": round(rows["predicted_us"][0], 1), "rules": rows["rule"].to_list()}
+    return made
 
 
 def compared(a: Path, b: Path) -> pl.DataFrame:

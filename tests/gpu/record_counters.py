@@ -3,7 +3,7 @@
     python tests/gpu/record_counters.py OUT [step ...]
 
 Steps, each in a process of its own with its own time limit: ``cupti`` and ``ncu`` count the twenty kernels of ``counted_kernels.py``; ``compare``
-holds the two against each other (needs no GPU); ``diagnose`` counts the naive transpose, the array of structures and the reduction with conflicts, ``lines``
+holds the two against each other, ``predict`` writes down what the findings promise for the slow kernels (both need no GPU); ``diagnose`` counts the naive transpose, the array of structures and the reduction with conflicts, ``lines``
 the same by ncu with their source lines; ``slow`` counts and times the six kernels of ``slow_kernels.py``, ``fast`` the same work done well; ``behaviour`` tries
 graphs, room for few kernels, torch.profiler, side effects; ``cell`` runs ``%%memprof --counters`` in a shell.
 """
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
 
-LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "fast": 60, "behaviour": 60, "room": 30, "cell": 40}
+LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "fast": 60, "behaviour": 60, "room": 30, "cell": 40}
 
 
 def main() -> None:
@@ -59,7 +59,16 @@ def keep(capture: Any, path: Path, **more: Any) -> None:
     ]
     meta = {name: capture.meta.get(name) for name in ("device", "versions", "warnings", "counters", "ceilings")}
     tables = {"lines": capture.tables["kernel_lines"].to_dicts()} if "kernel_lines" in capture.tables else {}
-    path.write_text(json.dumps({"made": about(), "meta": meta, "kernels": kernels, **tables, **more}, indent=1, default=str))
+    path.write_text(lines_of({"made": about(), "meta": meta, "kernels": kernels, **tables, **more}))
+
+
+def lines_of(value: dict[str, Any]) -> str:
+    """JSON with a line an entry, and one for each item of a list of mappings."""
+    rows = []
+    for name, part in value.items():
+        whole = ",\n  ".join(json.dumps(item, default=str) for item in part) if isinstance(part, list) and part and isinstance(part[0], dict) else None
+        rows.append(f" {json.dumps(name)}: " + (f"[\n  {whole}\n ]" if whole is not None else json.dumps(part, default=str)))
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def about() -> dict[str, Any]:
@@ -164,6 +173,13 @@ def step_lines(out: Path) -> None:
 def step_slow(out: Path) -> None:
     """The six slow kernels: counters, findings, times. The fast ones are not launched."""
     _pairs(out, "slow", 0)
+
+
+def step_predict(out: Path) -> None:
+    """What the findings of slow.json say that the same work will take when it is done well."""
+    from counters.recorded import predictions
+
+    (out / "predictions.json").write_text(lines_of({"made": {"date": datetime.now(UTC).isoformat(timespec="minutes"), "from": "slow.json"}, **predictions(out / "slow.json")}))
 
 
 def step_fast(out: Path) -> None:
