@@ -120,7 +120,7 @@ class Counting:
             counted_s = time.perf_counter() - self.began
             rows = session.stop()
             ended_s = time.perf_counter() - self.began
-            launches, left_out, warnings = _matched(names, len(rows), session.dropped)
+            launches, left_out, warnings = _matched(names, len(rows), session.dropped, self.max_kernels)
             lacking = [name for name in self.wanted if session.host is not None and name not in session.host.metrics]
             told = {
                 "how": "cupti", "chip": session.chip, "passes": session.passes, "kernels": len(rows), "not_counted": left_out, "lacking": lacking,
@@ -161,17 +161,18 @@ def _refuse_profiler() -> None:
         raise NotRecording("torch.profiler is on, and the driver gives counters to one profiler at a time. Leave its with block (or stop it), then count again.")
 
 
-def _matched(names: LaunchNames, counted: int, dropped: int) -> tuple[list[Launch | None], int, list[str]]:
+def _matched(names: LaunchNames, counted: int, dropped: int, room: int) -> tuple[list[Launch | None], int, list[str]]:
     """A launch for every counted kernel where they can be told apart, how many kernels were not counted, and what has to be said."""
     launches: list[Launch | None] = list(names.launches)
     graphs = [at for at, launch in enumerate(names.launches) if launch.graph]
     warnings = []
     if len(graphs) == 1 and counted >= len(launches):  # the one graph launched what is too many
         launches[graphs[0] : graphs[0] + 1] = [launches[graphs[0]]] * (counted - len(launches) + 1)
-        warnings.append("kernels inside the CUDA graph have no names: they are called 'graph', in the order in which they ran")
+        warnings.append("what a CUDA graph launched has no names and may be told as one kernel: it is called 'graph'. Count the code without the graph to tell its kernels apart")
     left_out = max(len(launches) - counted, dropped)
     if left_out:
-        warnings.append(f"{left_out} of {counted + left_out} launches were not counted: there was room for {counted} kernels. Give max_kernels=, or count a smaller part")
+        why = f"there was room for {counted} kernels. Give max_kernels=, or count a smaller part" if counted >= room or not graphs else "CUPTI can't count one of the CUDA graphs, and stopped there. Count the code without the graph"
+        warnings.append(f"{left_out} of {counted + left_out} launches were not counted: {why}")
     if names.refused is not None:
         warnings.append(f"kernels have no names and no lines: {names.refused}")
     elif len(graphs) > 1 or len(launches) < counted:

@@ -126,6 +126,21 @@ def test_kernels_of_the_only_graph_are_called_so():
     assert capture.kernels["name"].to_list() == ["before", "graph", "graph", "after"]
 
 
+def test_a_graph_that_can_not_be_counted_ends_the_counting_and_is_told():
+    """As on an H200: graphs of three kernels and more, and all that came after, were not counted."""
+    fake = FakeCupti([{DURATION: 1.0}])
+
+    def work():
+        fake.launch("before")
+        fake.counting = False
+        fake.launch("", kernels=3, cbid=514)
+        fake.launch("after")
+
+    capture = counted(fake, work)
+    assert capture.kernels["name"].to_list() == ["before"]
+    assert "2 of 3 launches were not counted: CUPTI can't count one of the CUDA graphs, and stopped there" in capture.meta["warnings"][0]
+
+
 def test_with_two_graphs_no_kernel_gets_a_name_that_may_be_anothers():
     fake = FakeCupti([{DURATION: 1.0}] * 4)
     capture = counted(fake, lambda: [fake.launch("", kernels=2, cbid=514) for _ in range(2)])

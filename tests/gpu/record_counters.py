@@ -4,7 +4,7 @@
 
 Steps, each in a process of its own with its own time limit: ``cupti`` and ``ncu`` count the twenty kernels of ``counted_kernels.py``; ``compare``
 holds the two against each other, ``predict`` writes down what the findings promise for the slow kernels (both need no GPU); ``diagnose`` counts the naive transpose, the array of structures and the reduction with conflicts, ``lines``
-the same by ncu with their source lines; ``slow`` counts and times the six kernels of ``slow_kernels.py``, ``fast`` the same work done well; ``behaviour`` tries
+the same by ncu with their source lines; ``verify`` holds their results against NumPy's; ``slow`` counts and times the six kernels of ``slow_kernels.py``, ``fast`` the same work done well; ``behaviour`` tries
 graphs, room for few kernels, torch.profiler, side effects; ``cell`` runs ``%%memprof --counters`` in a shell.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
 
-LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "fast": 60, "behaviour": 60, "room": 30, "cell": 40}
+LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "verify": 40, "fast": 60, "behaviour": 60, "room": 30, "cell": 40}
 
 
 def main() -> None:
     """Run the steps that are named, or all but ``fast``; each failure stands in ``failed.txt``."""
-    out, steps = Path(sys.argv[1]), sys.argv[2:] or [name for name in LIMITS if name != "fast"]
+    out, steps = Path(sys.argv[1]), sys.argv[2:] or [name for name in LIMITS if name not in ("fast", "verify")]
     out.mkdir(parents=True, exist_ok=True)
     if steps[:1] == ["--inside"]:
         globals()[f"step_{steps[1]}"](out)
@@ -207,6 +207,15 @@ def _pairs(out: Path, name: str, which: int) -> None:
     print(counted.select("name", "duration_us", "bandwidth_bytes_per_s", "ceiling_share", "load_sectors_per_request", "shared_load_ways", "l2_hit_share"))
     for row in counted.findings.iter_rows(named=True):
         print(row["finding"], row["action"])
+
+
+def step_verify(out: Path) -> None:
+    """The slow kernels and the fast ones give NumPy's results; small, so that it runs under compute-sanitizer too."""
+    import slow_kernels
+
+    found = slow_kernels.wrong(slow_kernels.arrays())
+    (out / "verify.json").write_text(json.dumps({"made": about(), "n": slow_kernels.N, "wrong": found}) + "\n")
+    print(slow_kernels.N, "wrong:", found)
 
 
 # ---------------------------------------------------------------------- behaviour
