@@ -55,7 +55,7 @@ _NAMES = {
 }
 _QUESTIONS = ("analyses.", "allocator.")  # the functions in these rooms that take a capture check that they got one
 # public module -> where it lives
-_MODULES = {"access": "access", "allocator": "allocator"}
+_MODULES = {"access": "access", "allocator": "allocator", "probes": "gpu.probes"}
 
 __all__ = ["__version__", *sorted(_NAMES), *_MODULES]
 
@@ -121,6 +121,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.comparing import compare as compare
     from nbmemprof.errors import NbmemprofError as NbmemprofError
     from nbmemprof.errors import OutOfMemoryError as OutOfMemoryError
+    from nbmemprof.gpu import probes as probes
     from nbmemprof.gpu.counters import counters as counters
     from nbmemprof.holding import holders as holders
     from nbmemprof.memory_stats import stats as stats
@@ -128,8 +129,8 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.patterns import LeakTracker as LeakTracker
     from nbmemprof.patterns import assert_no_growth as assert_no_growth
     from nbmemprof.patterns import temporary as temporary
-    from nbmemprof.prediction.run import predict as predict
     from nbmemprof.prediction.cards import cards as cards
+    from nbmemprof.prediction.run import predict as predict
     from nbmemprof.recording import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot

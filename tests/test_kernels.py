@@ -6,6 +6,7 @@ import re
 
 import nvrtc
 import pytest
+from support import ROOT
 
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.gpu import _loader
@@ -46,6 +47,12 @@ def test_device_code_stands_alone_and_begins_with_its_launch_contract(name):
     assert "Launch:" in head
     assert "#include" not in text
     assert NAMES.findall(text)
+
+
+@pytest.mark.parametrize("kind", ["float", "double"])
+def test_the_public_kernels_that_ours_are_held_against_compile(kind):
+    code, log = nvrtc.compiled((ROOT / "tests" / "gpu" / "reference_kernels.cu").read_text(), [f"-DELEMENT={kind}", "-arch=sm_90"])
+    assert (code != b"", log) == (True, "")
 
 
 def test_the_compiler_sees_a_mistake():

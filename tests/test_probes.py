@@ -21,7 +21,7 @@ def small(monkeypatch):
     monkeypatch.setattr(_banks, "SIDE", 128)
     monkeypatch.setattr(_transfers, "SIZES", (1 << 16, 16 * MIB))
     monkeypatch.setattr(_transfers.measure, "__defaults__", ((1 << 16, 16 * MIB), 10))
-    monkeypatch.setattr(_latency, "SIZES", ((True, 1 << 14), (False, 1 << 18)))
+    monkeypatch.setattr(_latency, "SIZES", (("L1", 1 << 14, "walk"), ("L2", 1 << 20, "all"), ("L2", 1 << 18, "walk")))
     monkeypatch.setattr(_latency, "SETS", (1, 2))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from nbmemprof import _optional
@@ -110,7 +112,7 @@ class CupyGpu:
         self.l2_bytes = int(properties["l2CacheSize"])
         self.theory_bytes_per_s = self._theory()
         self.clock_hz = self._attribute(13, 1e3)
-        self.versions = {"cupy": cupy.__version__, "driver": str(runtime.driverGetVersion()), "runtime": str(runtime.runtimeGetVersion())}
+        self.versions = {"cupy": cupy.__version__, "cuda_driver": str(runtime.driverGetVersion()), "cuda_runtime": str(runtime.runtimeGetVersion()), **_kernel_module()}
         self._warm = False
 
     @property
@@ -229,6 +231,15 @@ class CupyGpu:
         device = self.xp.ndarray(nbytes // 4, self.xp.uint32, memory)
         host = np.ctypeslib.as_array(ctypes.cast(memory.ptr, ctypes.POINTER(ctypes.c_uint32)), (nbytes // 4,))
         return device, host
+
+
+def _kernel_module() -> dict[str, str]:
+    """Version of NVIDIA's kernel module, where Linux tells it."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    return {"driver": found[1]} if found else {}
 
 
 def find() -> Gpu | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -168,7 +169,7 @@ def count(out: Path, name: str, found: list[Pattern], launches: list[Launch]) ->
         raise RuntimeError(f"ncu ended with {watched.returncode}: {watched.stdout[-2000:]}{watched.stderr[-2000:]}")
     read = subprocess.run(["ncu", "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"], capture_output=True, text=True, check=True)
     about = json.loads(plan.with_suffix(".done.json").read_text())
-    about |= {"seconds": round(took, 1), "launches": len(launches), "passes": sorted(set(__import__("re").findall(r"- (\d+) pass", watched.stdout))), "ncu": subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=False).stdout.split()[-2:]}
+    about |= {"seconds": round(took, 1), "launches": len(launches), "passes": sorted(set(re.findall(r"- (\d+) pass", watched.stdout))), "ncu": subprocess.run(["ncu", "--version"], capture_output=True, text=True, check=False).stdout.partition("Version ")[2].split()[0]}
     for file in (plan, plan.with_suffix(".done.json"), report):
         file.unlink()
     return parsed(read.stdout), about

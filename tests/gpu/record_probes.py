@@ -46,7 +46,7 @@ def public(gpu: Any, kernels: _bandwidth.Kernels, what: str) -> dict[str, Callab
     a, b, out = kernels.a, kernels.b, kernels.out
     made: dict[str, Callable[[], None]] = {}
     for kind in ("float", "double"):
-        kernel = gpu.xp.RawModule(code=source, options=("-std=c++17", f"-DT={kind}"), backend="nvrtc").get_function(f"public_{what}")
+        kernel = gpu.xp.RawModule(code=source, options=("-std=c++17", f"-DELEMENT={kind}"), backend="nvrtc").get_function(f"public_{what}")
         n = kernels.words if kind == "float" else kernels.words // 2
         args = {"read": (a, out, np.int32(n), np.int32(0)), "copy": (a, out, np.int32(n)), "triad": (out, a, b, np.int32(n))}[what]
         for block in BLOCKS:
@@ -111,7 +111,7 @@ def one(out: Path, name: str) -> None:
     print(name, frame.height, "rows", frame.about["seconds"], "s, all verified:", bool(frame["verified"].all()) if "verified" in frame.columns else "-", flush=True)
     if name == "latency":
         for row in frame.iter_rows(named=True):
-            if row["size_bytes"] in LATENCIES:
+            if row["size_bytes"] in LATENCIES and row["brought_by"] == ("walk" if row["through"] == "L1" else "all"):
                 known = LATENCIES[row["size_bytes"]]
                 print(f"  {row['what']} {row['size_bytes']}: {row['cycles']:.1f} cycles, {row['cycles'] / known - 1:+.1%} of {known}", flush=True)
 

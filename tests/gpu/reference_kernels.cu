@@ -1,13 +1,15 @@
-// Kernels that others publish, written again from their algorithm, to hold ours against. T is float or double; arrays of n elements.
+// Kernels that others publish, written again from their algorithm, to hold ours against. ELEMENT is float or double; arrays of n elements.
 //
 // Launch: ceil(n / block) blocks, as their programs do.
 // public_read: gpu-benches (Dominik Ernst), gpu-stream/main.cu, read_kernel: a thread reads one element and keeps it where it is a rare value; without
 //   the shared array there that lowers occupancy on purpose.
 // public_copy, public_triad: BabelStream (University of Bristol), src/cuda/CUDAStream.cu: a loop over the grid, int index; one element a thread at this launch.
 
-#ifndef T
-#define T double
+#ifndef ELEMENT
+#define ELEMENT double
 #endif
+
+typedef ELEMENT T;
 
 extern "C" __global__ void public_read(const T* __restrict__ b, T* __restrict__ a, int n, int secretly_false) {
     int i = threadIdx.x + blockIdx.x * blockDim.x;

@@ -73,8 +73,9 @@ def latency(*, repeats: int = 7, recorded: bool = False, gpu: Gpu | None = None)
 
     Returns
     -------
-    A row a size of a pointer chase through lines of 128 bytes in random order: ``cycles`` and ``ns`` a load, the highest level that may answer
-    (``through``); then single lines of the L2, nearest to farthest.
+    A row a size of a pointer chase through lines of 128 bytes in random order: ``cycles`` and ``ns`` a load; the highest level that may answer
+    (``through``); ``brought_by``: ``all`` where all multiprocessors wrote the lines just before and none is met twice, ``walk`` where the same
+    thread walked all of them before (an L2 of two halves then has copies near by). Last, single lines of the L2, nearest to farthest.
     """
     return answer("latency", _latency.COLUMNS, lambda g: _latency.measure(g, repeats), recorded=recorded, gpu=gpu)
 

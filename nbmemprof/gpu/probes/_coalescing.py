@@ -19,6 +19,7 @@ FILE = "coalescing"
 STRIDES = (1, 2, 3, 4, 8, 16, 32, 64)
 OFFSETS = (1, 2, 4, 8)
 FIELDS = 8
+UNROLL = 8  # of the kernels: elements that a thread takes at once
 COLUMNS: dict[str, Any] = {
     "what": pl.String, "sectors": pl.Float64, "efficiency": pl.Float64, "achieved_bytes_per_s": pl.Float64, "ceiling_bytes_per_s": pl.Float64, "share_of_ceiling": pl.Float64,
     "modelled_share": pl.Float64, "sector_bytes_per_s": pl.Float64, "datasheet_bytes_per_s": pl.Float64, "median_us": pl.Float64, "low_us": pl.Float64, "high_us": pl.Float64,
@@ -54,7 +55,7 @@ def _load(stride: int, offset: int = 0, width: int = 4) -> tuple[float, float]:
 def _cases(gpu: _device.Gpu, source: Any, words: int) -> list[_Case]:
     cases = []
     for stride, offset in [(s, 0) for s in STRIDES] + [(1, o) for o in OFFSETS]:
-        n = words // max(stride, 8)
+        n = (words - offset) // stride
         name = f"offset {offset}" if offset else f"stride {stride}"
         cases.append(_Case(name, "strided", 4 * n, _load(stride, offset), (source,), (np.uint64(n), np.uint64(stride), np.uint64(offset))))
     n = words // FIELDS
@@ -84,7 +85,7 @@ def measure(gpu: _device.Gpu, size_bytes: int | None = None, repeats: int = 20) 
     rows: list[dict[str, Any]] = []
     for case in _cases(gpu, source, words):
         n = int(case.after[0])
-        tried = [(g, b) for g, b in ((gpu.multiprocessors * 8, 256), (gpu.multiprocessors * 8, 512), (-(-n // 1024), 256), (-(-n // 256), 256)) if g * b <= sums.size]
+        tried = [(g, b) for b in (256, 512, 1024) for g in (gpu.multiprocessors * (2048 // b), -(-n // (UNROLL * b)), -(-n // b)) if g * b <= sums.size]
         timed = {(g, b): gpu.time(partial(gpu.launch, FILE, case.kernel, g, b, *case.args(sums, 0)), repeats) for g, b in tried}
         (grid, block), times = min(timed.items(), key=lambda one: one[1].median_us)
         rows.append({

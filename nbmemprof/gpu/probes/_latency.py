@@ -14,12 +14,16 @@ __all__ = ["COLUMNS", "SET_COLUMNS", "measure", "measure_sets"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LINE_WORDS = 32  # one word of each line of 128 bytes is used
-SIZES = ((True, 16 * KIB), (True, 128 * KIB), (False, 2 * MIB), (False, 16 * MIB), (False, 40 * MIB), (False, 256 * MIB), (False, 2 * GIB), (False, 8 * GIB))
-SWEPT = 1 << 19  # lines up to which one thread walks all of them before the clock starts; above, all threads read all of it
+# what may answer, bytes, and who brought the lines there: the thread that walks, or all multiprocessors (then no line is met twice)
+SIZES = (
+    ("L1", 16 * KIB, "walk"), ("L1", 128 * KIB, "walk"), ("L2", 2 * MIB, "all"), ("L2", 16 * MIB, "all"), ("L2", 40 * MIB, "all"), ("L2", 2 * MIB, "walk"),
+    ("L2", 16 * MIB, "walk"), ("L2", 40 * MIB, "walk"), ("L2", 256 * MIB, "all"), ("L2", 2 * GIB, "all"), ("L2", 8 * GIB, "all"),
+)  # fmt: skip
+HOPS = 32768
 LINES = 256
 SETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 256, 512, 1024)  # MiB
 COLUMNS: dict[str, Any] = {
-    "what": pl.String, "size_bytes": pl.Int64, "through": pl.String, "cycles": pl.Float64, "low_cycles": pl.Float64, "high_cycles": pl.Float64, "ns": pl.Float64,
+    "what": pl.String, "size_bytes": pl.Int64, "through": pl.String, "brought_by": pl.String, "cycles": pl.Float64, "low_cycles": pl.Float64, "high_cycles": pl.Float64, "ns": pl.Float64,
     "hops": pl.Int64, "repeats": pl.Int64, "verified": pl.Boolean,
 }  # fmt: skip
 SET_COLUMNS: dict[str, Any] = {
@@ -31,41 +35,42 @@ SET_COLUMNS: dict[str, Any] = {
 def measure(gpu: _device.Gpu, repeats: int = 7, most_bytes: int | None = None) -> list[dict[str, Any]]:
     """Measure; a row a size, then single lines of the L2: the nearest, the middle, the farthest."""
     most = gpu.free_bytes // 4 if most_bytes is None else most_bytes
-    rows = [_chase(gpu, size, repeats, cached=cached) for cached, size in SIZES if size <= most]
+    rows = [_chase(gpu, through, size, brought, repeats) for through, size, brought in SIZES if size <= most]
     return rows + _lines(gpu, repeats)
 
 
-def _name(gpu: _device.Gpu, size: int, *, cached: bool) -> str:
-    if cached:
+def _name(gpu: _device.Gpu, through: str, size: int, brought: str) -> str:
+    if through == "L1":
         return "L1"
-    return "L2" if size <= gpu.l2_bytes // 3 else "L2, nearly full" if size < gpu.l2_bytes else "memory" if size <= 256 * MIB else "memory, many pages"
+    if size < gpu.l2_bytes:
+        return "L2" if brought == "all" else "L2, walked before"
+    return "memory" if size <= 256 * MIB else "memory, many pages"
 
 
-def _chase(gpu: _device.Gpu, size: int, repeats: int, *, cached: bool) -> dict[str, Any]:
+def _chase(gpu: _device.Gpu, through: str, size: int, brought: str, repeats: int) -> dict[str, Any]:
     xp, lines = gpu.xp, size // (4 * LINE_WORDS)
     order = xp.argsort(_device.mixed(xp, lines)).astype(np.uint32)
     order *= np.uint32(LINE_WORDS)
     following = xp.zeros(size // 4, np.uint32)
     following[order] = xp.roll(order, -1)
-    hops = min(max(lines, 4096), 65536) if lines <= SWEPT else 32768
-    warm = lines if lines <= SWEPT else 1024
-    if lines > SWEPT:
-        twins.total(xp, following)
+    warm = lines if brought == "walk" else 64
+    hops = max(lines, 4096) if lines <= 4096 else min(lines - warm % lines, HOPS) // 16 * 16
     out = gpu.poisoned(3, np.int64)
     cycles, ns, right, at = [], [], True, 0
     for _ in range(repeats):
+        if brought == "all":  # written by all: each line lies in one place of the L2, as far as it fits there
+            gpu.launch("touch", "touch", gpu.multiprocessors * 8, 256, following, np.uint64(following.size), np.uint32(0))
         start = np.uint32(int(order[at % lines]))
-        gpu.launch("latency", "chase", 1, 1, following, start, np.int32(warm), np.int32(hops), out, CACHED=int(cached))
+        gpu.launch("latency", "chase", 1, 1, following, start, np.int32(warm), np.int32(hops), out, CACHED=int(through == "L1"))
         gpu.synchronize()
         took = [int(v) for v in out.tolist()]
         at += warm + hops
         right = right and took[2] == int(order[at % lines])
         cycles.append(took[0] / hops)
         ns.append(took[1] / hops)
-        warm = 1024 if lines > 1024 else lines // 16 * 16
     each = _device.Times(tuple(cycles))
     return {
-        "what": _name(gpu, size, cached=cached), "size_bytes": size, "through": "L1" if cached else "L2", "cycles": each.median_us, "low_cycles": each.low_us,
+        "what": _name(gpu, through, size, brought), "size_bytes": size, "through": through, "brought_by": brought, "cycles": each.median_us, "low_cycles": each.low_us,
         "high_cycles": each.high_us, "ns": _device.Times(tuple(ns)).median_us, "hops": hops, "repeats": repeats, "verified": right,
     }  # fmt: skip
 
@@ -86,7 +91,7 @@ def _lines(gpu: _device.Gpu, repeats: int) -> list[dict[str, Any]]:
     for name, share in (("L2, nearest lines", 0.05), ("L2, middle line", 0.5), ("L2, farthest lines", 0.95)):
         cycles = float(middle[int(share * (LINES - 1))])
         rows.append({
-            "what": name, "size_bytes": size, "through": "L2", "cycles": cycles, "low_cycles": float(middle[0]), "high_cycles": float(middle[-1]),
+            "what": name, "size_bytes": size, "through": "L2", "brought_by": "walk", "cycles": cycles, "low_cycles": float(middle[0]), "high_cycles": float(middle[-1]),
             "ns": None if gpu.clock_hz is None else cycles / gpu.clock_hz * 1e9, "hops": hops, "repeats": repeats, "verified": bool((middle >= 0).all()),
         })  # fmt: skip
     return rows
