@@ -36,7 +36,9 @@ def compare(*, warm: int = 1, source: Any = "auto", **functions: Callable[[], An
     -------
     One row a function and device, in the order given: ``function device kind start_bytes peak_bytes end_bytes`` (live block bytes)
     ``rise_bytes`` (the peak above the start) ``kept_bytes`` (end above start) ``saved_bytes`` (what autograd kept for backward, at its highest) ``seconds`` (recording
-    included), and by category at the peak ``weights_bytes … other_bytes`` (requested bytes). What autograd costs is the difference of two rows.
+    included), ``autograd_share`` (``saved_bytes`` over the requested bytes at the peak: what autograd keeps of all there is, in [0, 1]), ``accumulators_bytes`` (gradients in
+    ``.grad``, at their highest), ``rounding_bytes`` (given beyond what was asked for, at the peak), ``slack_bytes`` (reserved beyond the live blocks, at their highest
+    each; null on a CPU), and by category at the peak ``weights_bytes … other_bytes`` (requested bytes). What autograd costs is the difference of two rows.
 
     Raises
     ------
@@ -65,25 +67,32 @@ def _of(capture: Capture) -> list[dict[str, Any]]:
     shown, found = breakdown(capture), []
     for row in summary(capture).to_dicts():
         mine = shown.filter(pl.col("device").eq_missing(pl.lit(row["device"], pl.Int64)), pl.col("kind").cast(pl.String) == str(row["kind"]))
+        asked, given = int(mine["requested_bytes"].sum()), int(mine["size_bytes"].sum())
         by = dict(zip(mine["category"].cast(pl.String), mine["requested_bytes"], strict=True))
         allocations = capture.allocations.filter(pl.col("device").eq_missing(pl.lit(row["device"], pl.Int64)), pl.col("kind").cast(pl.String) == str(row["kind"]))
         start = int(allocations.filter("at_start")["size_bytes"].sum())
+        saved, reserved = _highest(allocations, pl.col("evidence").cast(pl.String) == "saved", whole=False), row["peak_reserved_bytes"]
         peak, end = row["peak_allocated_bytes"], row["end_allocated_bytes"]
         found.append(
             {"device": row["device"], "kind": str(row["kind"]), "start_bytes": start, "peak_bytes": peak, "end_bytes": end,
-             "rise_bytes": peak - start if peak is not None else None, "kept_bytes": end - start if end is not None else None, "saved_bytes": _saved(allocations)}
+             "rise_bytes": peak - start if peak is not None else None, "kept_bytes": end - start if end is not None else None, "saved_bytes": saved,
+             "autograd_share": saved / asked if asked else None, "accumulators_bytes": _highest(allocations, pl.col("category").cast(pl.String) == "gradients", whole=True),
+             "rounding_bytes": given - asked, "slack_bytes": reserved - peak if reserved is not None and peak is not None else None}
             | {column: by.get(word, 0) for word, column in COLUMNS.items()} | {"other_bytes": sum(size for word, size in by.items() if word not in COLUMNS)}
         )  # fmt: skip
     return found
 
 
-def _saved(allocations: pl.DataFrame) -> int:
-    """Highest sum of requested bytes that autograd kept for backward."""
-    kept = allocations.filter(pl.col("evidence").cast(pl.String) == "saved", pl.col("free_seq").is_not_null(), pl.col("alloc_seq").is_not_null())
+def _highest(allocations: pl.DataFrame, which: pl.Expr, *, whole: bool) -> int:
+    """Highest sum of requested bytes of some allocations; ``whole``: those from before and those that stay count too."""
+    kept = allocations.filter(which) if whole else allocations.filter(which, pl.col("free_seq").is_not_null(), pl.col("alloc_seq").is_not_null())
     if kept.is_empty():
         return 0
-    moves = pl.concat([kept.select(seq="alloc_seq", change="requested_bytes"), kept.select(seq="free_seq", change=-pl.col("requested_bytes"))]).sort("seq")
-    return int(moves["change"].cum_sum().max())  # type: ignore[arg-type]
+    begin = int(kept.filter(pl.col("alloc_seq").is_null())["requested_bytes"].sum())
+    born, gone = kept.drop_nulls("alloc_seq"), kept.drop_nulls("free_seq")
+    moves = pl.concat([born.select(seq="alloc_seq", change="requested_bytes"), gone.select(seq="free_seq", change=-pl.col("requested_bytes"))]).sort("seq")
+    levels: list[int] = moves["change"].cum_sum().to_list()
+    return begin + max([0, *levels])
 
 
 def _wait() -> None:

@@ -309,6 +309,7 @@ def test_compare_tells_what_autograd_keeps() -> None:
     for model, x in ((mlp(64, 3), torch.randn(32, 64)), (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)), torch.randn(4, 3, 8, 8))):
 
         def train(model: Any = model, x: Any = x) -> None:
+            model.zero_grad()
             model(x).square().mean().backward()
 
         def quiet(model: Any = model, x: Any = x) -> None:
@@ -319,6 +320,10 @@ def test_compare_tells_what_autograd_keeps() -> None:
         truth = saved_bytes(lambda model=model, x=x: model(x).square().mean(), [*model.parameters(), x])
         assert frame["function"].to_list() == ["train", "no_grad"]
         assert frame["saved_bytes"].to_list() == [truth, 0]
+        grads = sum(p.grad.nbytes for p in model.parameters())
+        assert frame["accumulators_bytes"][0] == grads
+        assert 0 < frame["autograd_share"][0] <= 1 and frame["autograd_share"][1] == 0
+        assert frame["slack_bytes"].null_count() == 2  # a CPU reserves nothing
 
 
 def test_compare_needs_functions() -> None:
