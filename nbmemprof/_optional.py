@@ -10,7 +10,7 @@ from nbmemprof.errors import MissingPackage
 
 __all__ = ["loaded", "require"]
 
-_EXTRAS = {"torch": "torch", "cupy": "cupy"}
+_EXTRAS = {"torch": "torch", "cupy": "cupy", "cloudpickle": "predict"}
 
 
 def require(name: str, *, feature: str) -> ModuleType:

@@ -25,6 +25,7 @@ from IPython.utils.text import DollarFormatter
 from nbmemprof import errors, flags, holding, sources
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
+from nbmemprof.prediction.routing import Router, Work
 from nbmemprof.recording import Recording, record
 
 __all__ = ["Magics", "last", "load", "of", "present", "unload"]
@@ -51,6 +52,7 @@ class _Cell:
     below: bool = False  # the magic stands below another cell magic, which may run the rest or not
     seen: bool = False  # it did, and not as a cell of its own
     refusal: _Refusal | None = None
+    work: Work | None = None  # what runs elsewhere in its place
     names: dict[int, str] = field(default_factory=dict)  # which variable had which memory when it began
     later: list[tuple[Capture, Namespace]] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ class Magics:
         self.shell = shell
         self.auto = False
         self.flags = flags.cell_flags()
+        self.router = Router(shell, self._hush)
         self._cells: list[_Cell] = []
         self._hooks: dict[str, Callable[[Any], None]] = {"pre_run_cell": self.before, "post_run_cell": self.after}
         self._displaced: dict[str, Any] = {}
@@ -112,7 +115,15 @@ class Magics:
         for cell in self._cells:
             self._drop(cell)
         self._cells.clear()
+        self.router.end()
         sources.leave()
+
+    def _hush(self) -> None:
+        """In a forked copy of the shell: cells run there without us."""
+        for event, hook in self._hooks.items():
+            self.shell.events.unregister(event, hook)
+        self.shell.ast_transformers[:] = [one for one in self.shell.ast_transformers if one not in [cell.work and cell.work.transformer for cell in self._cells]]
+        self._cells.clear()
 
     # ------------------------------------------------------------------ the cell's life
     def transform(self, lines: list[str]) -> list[str]:
@@ -139,6 +150,10 @@ class Magics:
         try:
             if line is not None:
                 cell.args = flags.parse(self._expand(line), self.flags)
+            cell.work = self.router.route(info.raw_cell, _without_line(info.raw_cell), cell.args, cell.number) if outer is None or line is not None else None
+            if cell.work is not None:
+                self.shell.ast_transformers.append(cell.work.transformer)
+            elif cell.args is not None:
                 cell.names = holding.names_now(self.shell.user_ns, self.shell)
                 cell.window = self._record(cell.args, cell.number)
             elif self.auto and outer is None:
@@ -158,6 +173,10 @@ class Magics:
             return
         window, cell.window = cell.window, None
         try:
+            if cell.work is not None:
+                self._take_over(cell.work, cell.args)
+            else:
+                self.router.ran(cell.info.raw_cell, getattr(result, "error_in_exec", None))
             if window is not None and (getattr(result, "error_before_exec", None) is not None or (cell.below and not cell.seen)):
                 window.discard()
             elif window is not None:
@@ -171,6 +190,18 @@ class Magics:
             self._drop(cell)
             for capture, args in cell.later:
                 self.finish(capture, args)
+
+    def _take_over(self, work: Work, args: Namespace | None) -> None:
+        """Bind and show what a cell that ran elsewhere brought home."""
+        capture, work.capture = work.capture, None
+        if capture is None:
+            return
+        if args is not None and not work.shown:
+            self.finish(capture, args)
+            return
+        self.shell.user_ns["_memprof"] = capture
+        if work.other:
+            self.shell.user_ns[work.other] = capture
 
     def finish(self, capture: Capture, args: Namespace) -> None:
         """Bind, save and show a capture as its line says."""
@@ -240,14 +271,17 @@ class Magics:
         if window is not None:
             window.discard()
         refusal, cell.refusal = cell.refusal, None
-        if refusal is not None and refusal in self.shell.ast_transformers:
-            self.shell.ast_transformers.remove(refusal)
+        for other in (refusal, cell.work and cell.work.transformer):
+            if other is not None and other in self.shell.ast_transformers:
+                self.shell.ast_transformers.remove(other)
 
     # ------------------------------------------------------------------ called as magics
     def run_text(self, line: str, cell: str) -> Any:
         """Run a cell that came as text, as ``run_cell_magic`` hands it over; errors are raised to the caller."""
         args = flags.parse(line, self.flags)
         outer = self._top()
+        if args.predict:
+            return self._run_elsewhere(cell, args, outer)
         window = self._record(args, outer.number if outer is not None else None)
         with window:
             failed = True
@@ -261,6 +295,14 @@ class Magics:
                 else:
                     self.finish(capture, args)
         return value
+
+    def _run_elsewhere(self, text: str, args: Namespace, outer: _Cell | None) -> None:
+        capture, hearing = self.router.predict(text, args, outer.number if outer is not None else None)
+        if capture is not None and outer is not None:
+            outer.later.append((capture, args))
+        elif capture is not None:
+            self.finish(capture, args)
+        hearing.raise_error()
 
     def _run(self, text: str) -> Any:
         shell = self.shell
@@ -342,6 +384,18 @@ def _runs_silently() -> bool:
         if frame.f_code.co_name == "_run_cell":
             return bool(frame.f_locals.get("silent"))
     return False
+
+
+def _without_line(raw: str) -> str:
+    """A cell as typed with our own line a comment; without it where another cell magic follows."""
+    lines = (raw or "").splitlines(keepends=True)
+    for clean in (leading_empty_lines, leading_indent, classic_prompt, ipython_prompt):
+        lines = clean(lines)
+    at = next((i for i, line in enumerate(lines) if _LINE.match(line)), None)
+    if at is None:
+        return raw
+    rest = next((line for line in lines[at + 1 :] if line.strip()), "")
+    return "".join(lines[:at] + ([] if rest.startswith("%%") else ["# " + lines[at]]) + lines[at + 1 :])
 
 
 def _find_line(raw: str | None) -> tuple[str | None, bool]:

@@ -30,7 +30,7 @@ __all__ = ["Recording", "profile", "record", "snapshot"]
 
 STACKS = ("python", "none", "all")
 RING_BYTES = 512 << 20
-_AUTO = ("torch_history", "torch_cpu")  # the first that can record here
+_AUTO = ("prediction", "torch_history", "torch_cpu")  # the first that can record here
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _lock = threading.RLock()

@@ -44,7 +44,7 @@ def test_flags_are_not_abbreviated():
     assert "'--sta'" in refusal("--sta all")
 
 
-@pytest.mark.parametrize("line", ["--predict H200", "--host", "--driver", "--uvm", "--limit 8GiB"])
+@pytest.mark.parametrize("line", ["--host", "--driver", "--uvm"])
 def test_what_is_not_built_is_refused(line):
     with pytest.raises(FlagError, match=line.split()[0]):
         flags.parse(line, flags.cell_flags())

@@ -1,0 +1,149 @@
+"""Names of the kernel in a fresh child: by value with cloudpickle, but tensors as what they are shaped like.
+
+A tensor crosses as shape, strides, dtype, device and place in its storage, with its values only where a fake run looks at them (small
+integers, booleans, scalars): a model of any size is some kilobytes. On the device it becomes part of the opening balance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbmemprof import _optional
+from nbmemprof.capture import Capture, load
+from nbmemprof.prediction import adopting
+from nbmemprof.prediction.shadows import LIMIT, SMALL
+
+__all__ = ["Packed", "capture", "pack", "unpack"]
+
+_HIDDEN = {"In", "Out", "get_ipython", "exit", "quit", "open"}
+
+
+@dataclass
+class Packed:
+    """A namespace on its way; ``left`` are names that could not come, with the reason."""
+
+    data: bytes
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class _Globals(dict):  # type: ignore[type-arg]
+    """Stands for the kernel's names: in the child it is the names of the child's shell."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shell_names, ()
+
+
+def _shell_names() -> dict[str, Any]:
+    ipython = _optional.loaded("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return {} if shell is None else shell.user_ns  # type: ignore[no-any-return]
+
+
+def pack(namespace: dict[str, Any], why: str) -> Packed:
+    """Take the names of a shell along.
+
+    Parameters
+    ----------
+    why
+        Why it can't be forked, for the message where cloudpickle is missing.
+    """
+    cloudpickle = _optional.require("cloudpickle", feature=f"A prediction with the names of this notebook (in a fresh process, since {why})")
+    wanted = {name: value for name, value in namespace.items() if not name.startswith("_") and name not in _HIDDEN}
+    left: dict[str, str] = {}
+    try:
+        return Packed(_dump(cloudpickle, namespace, wanted))
+    except Exception:  # something in it can't go: find out what, one by one
+        for name, value in list(wanted.items()):
+            try:
+                _dump(cloudpickle, namespace, {name: value})
+            except Exception as error:
+                left[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                del wanted[name]
+    return Packed(_dump(cloudpickle, namespace, wanted), left)
+
+
+def _dump(cloudpickle: Any, namespace: dict[str, Any], wanted: dict[str, Any]) -> bytes:
+    torch = _optional.loaded("torch")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, _Globals):
+                return obj.__reduce__()
+            if torch is not None and isinstance(obj, torch.Tensor):
+                return _tensor(torch, obj)
+            if torch is not None and isinstance(obj, torch.Generator):
+                return torch.Generator, ()
+            return super().reducer_override(obj)
+
+    out = io.BytesIO()
+    pickler = Pickler(out)
+    pickler.globals_ref[id(namespace)] = _Globals()
+    pickler.dump(wanted)
+    return out.getvalue()
+
+
+def _tensor(torch: Any, tensor: Any) -> Any:
+    """How a tensor is made again."""
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"a tensor of type {type(tensor).__name__} with layout {tensor.layout} can't be carried over")
+    storage = tensor.untyped_storage()
+    count = tensor.numel()
+    values = None
+    if count <= SMALL or (count <= LIMIT and not (tensor.is_floating_point() or tensor.is_complex())):
+        values = tensor.detach().cpu().contiguous().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().cpu().float().contiguous().numpy()
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    place = (storage.data_ptr() or storage._cdata, storage.nbytes())
+    grad = tensor.grad if tensor.is_leaf else None
+    return _made, (kind, tensor.device.type, place, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, grad, values)
+
+
+_storages: dict[tuple[str, int], Any] = {}
+_shadows: list[Any] = []
+
+
+def _made(kind: str, device: str, place: tuple[int, int], shape: Any, stride: Any, offset: int, dtype: Any, wants_grad: bool, grad: Any, values: Any) -> Any:
+    torch = _optional.require("torch", feature="a prediction")
+    key, nbytes = (device, place[0]), place[1]
+    with torch.no_grad():
+        whole = _storages.get(key) if nbytes else None
+        if whole is None:
+            whole = _storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        size = dtype.itemsize
+        made = whole[: nbytes // size * size].view(dtype).as_strided(shape, stride, offset).detach()
+    if values is not None and _shadows:
+        with _shadows[0]._outside():
+            known = torch.from_numpy(values.copy()).to(dtype).reshape(shape)
+        _shadows[0].put(made, known)
+    made = torch.nn.Parameter(made, requires_grad=wants_grad) if kind == "parameter" else made.requires_grad_(wants_grad)
+    if grad is not None:
+        made.grad = grad
+    return made
+
+
+def unpack(packed: Packed, shell: Any, session: Any) -> None:
+    """In the child: bind the names; those that could not come say so when they are asked for."""
+    torch = _optional.require("torch", feature="a prediction")
+    _shadows[:] = [session.recorder.shadows]
+    names = pickle.loads(packed.data)  # noqa: S301 - from the kernel that made this child
+    _storages.clear()
+    shell.user_ns.update(names)
+    adopting.name_owners(torch, session, list(names.values()))
+    if packed.left:
+        session.record.assume("names that could not be carried into the prediction: " + ", ".join(f"{name} ({why})" for name, why in packed.left.items()))
+
+
+def capture(data: bytes) -> Capture:
+    """A capture from the bytes of its file."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack():
+        path = Path(folder, "capture.nbmem")
+        path.write_bytes(data)
+        loaded = load(path)
+        for name in list(loaded.tables):  # before the file goes
+            _ = loaded.tables[name].height
+        return loaded
