@@ -10,7 +10,7 @@ import polars as pl
 from nbmemprof.analyses._kernel_rules import CONSEQUENCES, RULES, Said, short
 from nbmemprof.analyses._kernel_time import predicted_us
 from nbmemprof.analyses.kernel_lines import kernel_lines
-from nbmemprof.analyses.kernels import kernels
+from nbmemprof.analyses.kernels import alike, kernels
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_time_us
 
@@ -39,9 +39,7 @@ def kernel_findings(capture: Capture) -> pl.DataFrame:
     frame, lines = kernels(capture), kernel_lines(capture)
     total = float(frame["duration_us"].sum() or 0.0)
     rows: list[dict[str, Any]] = []
-    alike = [pl.col(f"{what}_sectors_per_request").round(1).alias(f"_{what}") for what in ("load", "store")]
-    keys = ("device", "name", "site", "grid", "block", "_load", "_store")
-    for group in frame.with_columns(alike).partition_by(*keys, maintain_order=True) if frame.height else []:
+    for group in alike(frame).partition_by("alike", maintain_order=True) if frame.height else []:
         row, took = group.row(0, named=True), float(group["duration_us"].sum() or 0.0)
         if took >= _SMALL * total:
             said = [one for rule in RULES for one in rule(row, lines.filter(pl.col("kernel_id") == row["kernel_id"]))]

@@ -12,7 +12,7 @@ from nbmemprof.analyses._counters import COUNTERS
 from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
 
-__all__ = ["COLUMNS", "SECTOR_BYTES", "ceiling_bytes_per_s", "kernels"]
+__all__ = ["COLUMNS", "SECTOR_BYTES", "alike", "ceiling_bytes_per_s", "kernels"]
 
 SECTOR_BYTES = 32  # granule of L1 and L2 traffic (CUDA C++ best practices guide, "coalesced access to global memory")
 _BANK_BYTES = 128  # what shared memory moves in one wavefront: 32 banks of 4 bytes
@@ -84,6 +84,12 @@ def kernels(capture: Capture) -> pl.DataFrame:
     made = wide.with_columns(**derived).with_columns(best)
     made = made.with_columns(ceiling_share=_over(pl.col("bandwidth_bytes_per_s"), pl.col("ceiling_bytes_per_s")))
     return made.select(*(pl.col(name).cast(dtype) for name, (dtype, _) in COLUMNS.items()), *COUNTERS)
+
+
+def alike(frame: pl.DataFrame) -> pl.DataFrame:
+    """Number what is one kernel to a reader: the same name, line, grid and pattern of access; a column ``alike`` more."""
+    pattern = [pl.col(f"{what}_sectors_per_request").round(1) for what in ("load", "store")]
+    return frame.with_columns(alike=pl.struct("device", "name", "site", "grid", "block", *pattern).rank("dense"))
 
 
 def _counters(capture: Capture) -> pl.DataFrame:

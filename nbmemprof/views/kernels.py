@@ -12,7 +12,7 @@ import polars as pl
 from nbmemprof.analyses._kernel_rules import short
 from nbmemprof.analyses.kernel_findings import kernel_findings
 from nbmemprof.analyses.kernel_lines import kernel_lines
-from nbmemprof.analyses.kernels import kernels
+from nbmemprof.analyses.kernels import alike, kernels
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count, format_time_us
 from nbmemprof.views import _theme, text
@@ -21,7 +21,7 @@ from nbmemprof.views.svg import Svg, clean, middle, shorten
 __all__ = ["bundle", "has", "headline", "line_table", "picture", "plain", "section", "sentences", "show", "table"]
 
 _SAID = 6
-_WIDTH, _ROW, _LEFT, _RIGHT = 740, 24, 200, 150
+_WIDTH, _ROW, _LEFT, _RIGHT = 740, 24, 190, 190
 Table = tuple[str, list[str], list[list[str]]]
 
 
@@ -58,9 +58,9 @@ def sentences(capture: Capture, limit: int = _SAID) -> list[str]:
 
 def _groups(capture: Capture) -> pl.DataFrame:
     """Launches of one kernel from one line with one grid, together; the longest first."""
-    keys = ["name", "site", "grid", "block"]
-    numbers = [name for name, dtype in kernels(capture).schema.items() if dtype == pl.Float64 and name != "duration_us"]
-    made = kernels(capture).group_by(keys, maintain_order=True).agg(pl.col("kernel_id").first(), pl.len().alias("launches"), pl.col("duration_us").sum(), pl.col(numbers).mean())
+    frame = alike(kernels(capture))
+    numbers = [name for name, dtype in frame.schema.items() if dtype == pl.Float64 and name != "duration_us"]
+    made = frame.group_by("alike", maintain_order=True).agg(pl.col("kernel_id", "name", "site", "grid", "block").first(), pl.len().alias("launches"), pl.col("duration_us").sum(), pl.col(numbers).mean())
     return made.sort("duration_us", descending=True, nulls_last=True, maintain_order=True)
 
 
@@ -68,8 +68,10 @@ def table(capture: Capture, rows: int) -> Table:
     """Return (title, head, rows): a row a kernel and line, the longest first."""
     frame = _groups(capture)
     cut = f" ({rows} of {format_count(frame.height)})" if frame.height > rows else ""
-    head = ["kernel", "line", "launches", "time", "DRAM a launch", "TB/s", "of the best", "sectors a load", "sectors a store", "bank ways", "L1 hit", "L2 hit", "local memory"]
-    return f"Kernels, longest first{cut}", head, [_cells(row) for row in frame.head(rows).iter_rows(named=True)]
+    head = ["kernel", "line", "launches", "time", "DRAM a launch", "TB/s", "of the best", "sectors a load (ideal)", "sectors a store (ideal)", "bank ways", "L1 hit", "L2 hit", "local memory"]
+    cells = [_cells(row) for row in frame.head(rows).iter_rows(named=True)]
+    told = [i for i in range(len(head)) if any(row[i] != "–" for row in cells)]  # a column that says nothing is left out
+    return f"Kernels, longest first{cut}", [head[i] for i in told], [[row[i] for i in told] for row in cells]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -110,7 +112,7 @@ def _percent(share: float | None) -> str:
 def _of(actual: float | None, ideal: float | None) -> str:
     if actual is None:
         return "–"
-    return f"{actual:.1f}" if ideal is None else f"{actual:.1f} (ideal {ideal:.1f})"
+    return f"{actual:.1f}" if ideal is None else f"{actual:.1f} ({ideal:.1f})"
 
 
 # ---------------------------------------------------------------------- how it looks

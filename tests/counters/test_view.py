@@ -30,8 +30,9 @@ def test_the_table_has_the_longest_kernel_first_and_says_what_is_cut():
     title, head, rows = kernels.table(told(), 2)
     assert title == "Kernels, longest first (2 of 3)"
     assert [row[head.index("kernel")] for row in rows] == ["k1", "k0"]
-    assert rows[1][head.index("sectors a load")] == "32.0 (ideal 4.0)"
+    assert rows[1][head.index("sectors a load (ideal)")] == "32.0 (4.0)"
     assert rows[0][head.index("bank ways")] == "32.0"
+    assert "local memory" not in head  # none has any
 
 
 def test_lines_stand_beside_their_code():
