@@ -189,7 +189,8 @@ def _row(access: SharedAccess, pitch: int, place: Any) -> SharedAccess:
 
 def _side_by_side(access: SharedAccess) -> Suggestion | None:
     """Neighbouring lanes take neighbouring elements: a sum by halves instead of strides that double."""
-    if stride_of(access) is None:
+    stride = stride_of(access)
+    if stride is None or abs(stride) >= LINE:  # a row or more apart: a column that is wanted as it is
         return None
     after = SharedAccess(tuple(None if old is None else lane * access.width for lane, old in enumerate(access.addresses)), access.width, access.operation)
     text = f"Renumber the work so that neighbouring lanes take neighbouring elements (a sum by halves, not by strides that double): {after.wavefronts} wavefront{'' if after.wavefronts == 1 else 's'} instead of {access.wavefronts}."

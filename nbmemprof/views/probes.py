@@ -66,7 +66,8 @@ def _lines(frame: pl.DataFrame, *names: tuple[str, str]) -> list[tuple[str, floa
 
 def _bandwidth(frame: pl.DataFrame) -> Bars:
     rows = []
-    for row in frame.filter("best").unique("what", keep="first", maintain_order=True).iter_rows(named=True):
+    best = {row["what"]: row for row in frame.filter("best").iter_rows(named=True)}
+    for row in (best[what] for what in frame["what"].unique(maintain_order=True) if what in best):
         sheet = f", {100 * row['achieved_bytes_per_s'] / row['datasheet_bytes_per_s']:.3g} % of data sheet" if row["datasheet_bytes_per_s"] else ""
         rows.append(Bar(f"{row['what']}, {row['width']} B a lane, {row['form']}", row["achieved_bytes_per_s"], format_rate(row["achieved_bytes_per_s"]) + sheet))
     return Bars("Memory bandwidth", "bytes/s", rows, _lines(frame, ("measured ceiling", "ceiling_bytes_per_s"), ("data sheet", "datasheet_bytes_per_s")))
