@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -132,9 +133,9 @@ def _run(line: Sequence[str], timeout_s: float, env: dict[str, str] | None = Non
     except subprocess.TimeoutExpired as error:
         raise NbmemprofError(f"ncu took longer than {timeout_s:.0f} s and was ended. Count a smaller part, fewer metrics, or give timeout_s=.") from error
     finally:
-        if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # what it started may live on when it is gone itself
             os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        child.wait()
     return said
 
 
