@@ -16,7 +16,7 @@ from typing import Any
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.gpu import _structs
 
-__all__ = ["Cupti", "CuptiRefused", "advice", "find_library", "open_library"]
+__all__ = ["LOCKED", "Cupti", "CuptiRefused", "advice", "find_library", "open_library"]
 
 _HELPERS = ("libnvperf_host.so", "libnvperf_target.so")
 _WHEELS = ("nvidia/cu13/lib", "nvidia/cuda_cupti/lib", "nvidia/cu12/lib")
@@ -32,7 +32,7 @@ class CuptiRefused(NbmemprofError):
         super().__init__(advice(code, function, word))
 
 
-_LOCKED = (
+LOCKED = (
     "Hardware counters are locked on this machine: the NVIDIA driver allows them to administrators only. Everything else here still works. To unlock: run Jupyter as "
     "root or with CAP_SYS_ADMIN (containers: add that capability), or ask the administrator of the host to load the nvidia module with NVreg_RestrictProfilingToAdminUsers=0"
 )
@@ -48,7 +48,7 @@ _ADVICE = {
     23: _TAKEN,
     26: "The GPU's counters are in use by another process (another notebook that counts, DCGM, ncu). End it or wait until it is done, then run this again",
     33: "This virtual GPU gives no hardware counters. Use timed probes (mp.probes) and the access model (mp.access) instead",
-    35: _LOCKED,
+    35: LOCKED,
     36: "An old CUPTI profiler (events, metrics) is on in this process. End it, then run this again",
     38: "This GPU is not supported by CUPTI's range profiler (it needs compute capability 7.0). Use how='ncu'",
     39: _TAKEN,

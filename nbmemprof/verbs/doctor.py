@@ -31,6 +31,7 @@ def lines(shell: Any = None) -> Iterator[tuple[str, str]]:
     yield "notebook", ", ".join(f"{name} {_version(name) or 'not installed'}" for name in ("ipython", "ipykernel"))
     yield from _torch()
     yield from _sources()
+    yield "--counters", _counters()
     yield "speed", f"numba {_version('numba')}: large files are followed compiled" if _version("numba") else "numba is not installed: large files are slower. pip install numba"
     yield "pictures", _pictures()
     if shell is not None:
@@ -79,6 +80,13 @@ def _sources() -> Iterator[tuple[str, str]]:
 
     for name, reason in sources.available().items():
         yield f"--source {name}", "ready" if reason is None else f"not now: {reason}"
+
+
+def _counters() -> str:
+    from nbmemprof.gpu import _readiness
+
+    why = _readiness.reason()
+    return "ready" if why is None else f"not now: {why}"
 
 
 def _pictures() -> str:
