@@ -10,6 +10,7 @@ import contextlib
 import io
 import pickle
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from nbmemprof.capture import Capture, load
 from nbmemprof.prediction import adopting
 from nbmemprof.prediction.shadows import LIMIT, SMALL
 
-__all__ = ["Packed", "capture", "pack", "unpack"]
+__all__ = ["Packed", "capture", "dump_tensors", "load_tensors", "pack", "unpack"]
 
 _HIDDEN = {"In", "Out", "get_ipython", "exit", "quit", "open"}
 
@@ -88,38 +89,84 @@ def _dump(cloudpickle: Any, namespace: dict[str, Any], wanted: dict[str, Any]) -
     return out.getvalue()
 
 
-def _tensor(torch: Any, tensor: Any) -> Any:
+def _tensor(torch: Any, tensor: Any, shadows: Any = None) -> Any:
     """How a tensor is made again."""
-    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    fake = torch._subclasses.fake_tensor.FakeTensor
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, fake, torch.nn.Buffer):
         raise TypeError(f"a tensor of type {type(tensor).__name__} with layout {tensor.layout} can't be carried over")
     storage = tensor.untyped_storage()
-    count = tensor.numel()
-    values = None
-    if count <= SMALL or (count <= LIMIT and not (tensor.is_floating_point() or tensor.is_complex())):
-        values = tensor.detach().cpu().contiguous().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().cpu().float().contiguous().numpy()
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-    place = (storage.data_ptr() or storage._cdata, storage.nbytes())
+    is_fake = isinstance(tensor, fake)
+    place = (storage._cdata if is_fake else storage.data_ptr() or storage._cdata, storage.nbytes())
     grad = tensor.grad if tensor.is_leaf else None
+    values = _values(torch, tensor, shadows if is_fake else None)
     return _made, (kind, tensor.device.type, place, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, grad, values)
 
 
-_storages: dict[tuple[str, int], Any] = {}
-_shadows: list[Any] = []
+def _values(torch: Any, tensor: Any, shadows: Any) -> Any:
+    """Values that a fake run may look at, as an array; None for large and for unknown ones."""
+    count = tensor.numel()
+    if count > SMALL and (count > LIMIT or tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    if shadows is None and isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor):
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        known = tensor if shadows is None else shadows.of(tensor)
+        if known is None:
+            return None
+        known = known.detach().cpu().contiguous()
+        return (known.float() if known.dtype == torch.bfloat16 else known).numpy().copy()
+
+
+def dump_tensors(torch: Any, obj: Any, shadows: Any) -> bytes:
+    """An object as bytes, its tensors as what they are shaped like."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return _tensor(torch, obj, shadows) if isinstance(obj, torch.Tensor) else NotImplemented
+
+    out = io.BytesIO()
+    Pickler(out).dump(obj)
+    return out.getvalue()
+
+
+def load_tensors(data: bytes, shadows: Any, place: Callable[[str], str]) -> Any:
+    """The object again, its tensors new and where ``place`` puts those of a device."""
+    kept = _making.shadows, _making.place
+    _making.shadows, _making.place = shadows, place
+    try:
+        return pickle.loads(data)  # noqa: S301 - made by dump_tensors in this process
+    finally:
+        _making.shadows, _making.place = kept
+        _making.storages.clear()
+
+
+class _Making:
+    """What the tensors of one load have in common."""
+
+    def __init__(self) -> None:
+        self.storages: dict[tuple[str, int], Any] = {}
+        self.shadows: Any = None
+        self.place: Callable[[str], str] = lambda device: device
+
+
+_making = _Making()
 
 
 def _made(kind: str, device: str, place: tuple[int, int], shape: Any, stride: Any, offset: int, dtype: Any, wants_grad: bool, grad: Any, values: Any) -> Any:
     torch = _optional.require("torch", feature="a prediction")
+    device = _making.place(device)
     key, nbytes = (device, place[0]), place[1]
     with torch.no_grad():
-        whole = _storages.get(key) if nbytes else None
+        whole = _making.storages.get(key) if nbytes else None
         if whole is None:
-            whole = _storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            whole = _making.storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         size = dtype.itemsize
         made = whole[: nbytes // size * size].view(dtype).as_strided(shape, stride, offset).detach()
-    if values is not None and _shadows:
-        with _shadows[0]._outside():
+    if values is not None and _making.shadows is not None:
+        with _making.shadows._outside():
             known = torch.from_numpy(values.copy()).to(dtype).reshape(shape)
-        _shadows[0].put(made, known)
+        _making.shadows.put(made, known)
     made = torch.nn.Parameter(made, requires_grad=wants_grad) if kind == "parameter" else made.requires_grad_(wants_grad)
     if grad is not None:
         made.grad = grad
@@ -129,9 +176,7 @@ def _made(kind: str, device: str, place: tuple[int, int], shape: Any, stride: An
 def unpack(packed: Packed, shell: Any, session: Any) -> None:
     """In the child: bind the names; those that could not come say so when they are asked for."""
     torch = _optional.require("torch", feature="a prediction")
-    _shadows[:] = [session.recorder.shadows]
-    names = pickle.loads(packed.data)  # noqa: S301 - from the kernel that made this child
-    _storages.clear()
+    names = load_tensors(packed.data, session.recorder.shadows, lambda device: device)
     shell.user_ns.update(names)
     adopting.name_owners(torch, session, list(names.values()))
     if packed.left:

@@ -60,6 +60,8 @@ def served(
     operations[:, M.T_SIZE] = np.where(is_alloc, nbytes[row] if count else 0, 0)
     operations[:, M.T_ROW] = row
     operations[:, M.T_POOL] = np.where(is_alloc, device._model.default, 0)
+    nothing = ~empty & (nbytes[row] == 0) if count else empty
+    operations[nothing, M.T_KIND] = M.OTHER  # no bytes are no request
     model = device._model
     rows = np.zeros(2 * max(1, count), np.int64)
     model.m[M.NOW], model.m[M.NEXT_GIVEN] = 0, 0

@@ -19,6 +19,8 @@ class Rules:
         Called instead of the operator with ``(recorder, func, args, kwargs)``; ``NotImplemented`` lets it run as it is.
     after
         Called with ``(recorder, func, args, kwargs, out)`` when its outputs are written down.
+    fix
+        Called with ``(recorder, args, out)``: returns the outputs as the device would lay them out.
     emit
         Called with the same; writes the outputs down itself, among other requests.
     order
@@ -29,6 +31,7 @@ class Rules:
         self.torch, self.gpu, self.version, self.record = torch, gpu, version, record
         self.before: dict[Any, Callable[..., Any]] = {}
         self.after: dict[Any, Callable[..., Any]] = {}
+        self.fix: dict[Any, Callable[..., Any]] = {}
         self.emit: dict[Any, Callable[..., Any]] = {}
         self.order: dict[Any, Callable[[Any], Any]] = {}
         self.handles: set[bool] = set()  # cuBLAS handles made so far: False the caller's thread, True backward's

@@ -19,6 +19,8 @@ TRIED_MAX = 9.0  # largest workspace that benchmark mode was seen to try, as a m
 def install(torch: Any, rules: Any) -> None:
     """Follow forward and backward."""
     aten = torch.ops.aten
+    rules.fix[aten.convolution.default] = _put_last
+    rules.fix[aten.convolution_backward.default] = _put_last_backward
     rules.after[aten.convolution.default] = _forward
     rules.emit[aten.convolution_backward.default] = _backward
 
@@ -55,11 +57,12 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
         guess = bytes_w * 128 if what == "weight" else 0
         return 0, guess, 4 * guess + bytes_x * (what == "weight")
     straight = taps == 1 and groups == 1 and all(s == 1 for s in stride) and not any(padding)
-    if straight and not last:
-        if what == "weight":
-            size = batch * channels * filters * 4
-            return 0, size, size
-        return 0, 400 if not half else 272, 400
+    product = batch * channels * filters * 4
+    if straight and not last and product <= 1.5 * (bytes_x + bytes_y):  # a product of matrices as they lie, one an image
+        return (0, product, product) if what == "weight" else (0, 0, 400)
+    whole_w = bytes_w
+    if taps == 1 and groups == 1:
+        bytes_w = 0  # weights of one tap lie the same in every layout
     if half and channels % 8:  # channels are padded to eight
         wide = ceil_div(channels, 8) * 8
         bytes_x, bytes_w = bytes_x // channels * wide, bytes_w // channels * wide
@@ -76,6 +79,10 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
     if few and taps <= 9 and not half:
         return 0, 0, copies + own
     low = bytes_x + bytes_w + SLACK if what == "forward" and not half else copies
+    if what == "forward" and not half and taps == 1 and channels <= 256:
+        return low, bytes_x + whole_w + SLACK, copies
+    if what == "forward" and not half and channels in (32, 64) and filters >= 64 and bytes_x + bytes_y < 200 << 20:
+        return low, low, copies
     return low, copies + own, copies + 2 * own + (8 << 20 if what == "weight" else 131)
 
 
@@ -96,12 +103,39 @@ def _partial(filters: int, depth: int, spots: int, sms: int, half: bool) -> int:
     return splits * tiles * high * wide * 4 + 663
 
 
-def _layout(torch: Any, x: Any, w: Any) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = formats.get(x.dim())
-    if last is None:
+def _last(torch: Any, tensor: Any) -> bool:
+    """Whether a tensor's strides say channels last (``Tensor::suggest_memory_format``)."""
+    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
         return False
-    return any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, w))
+    return torch._prims_common.suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)
+
+
+def _layout(torch: Any, x: Any, w: Any) -> bool:
+    """Whether cuDNN is asked for channels last: one of the two is enough."""
+    return _last(torch, x) or _last(torch, w)
+
+
+def _depthwise(x: Any, w: Any, groups: int, transposed: bool) -> bool:
+    return bool(groups == x.shape[1] and groups > 1 and w.shape[1] == 1 and not transposed)
+
+
+def _as_last(torch: Any, made: Any) -> Any:
+    return made.contiguous(memory_format=torch.channels_last if made.dim() == 4 else torch.channels_last_3d)
+
+
+def _put_last(recorder: Any, args: Any, out: Any) -> Any:
+    """Without cuDNN the fake's output has the plain layout; with it that of the input or the weights."""
+    x, w = args[0], args[1]
+    torch = recorder.rules.torch
+    return _as_last(torch, out) if out.device.type == "cuda" and out.dim() in (4, 5) and _layout(torch, x, w) else out
+
+
+def _put_last_backward(recorder: Any, args: Any, out: Any) -> Any:
+    x, w = args[1], args[2]
+    torch = recorder.rules.torch
+    if x.device.type != "cuda" or x.dim() not in (4, 5) or not _layout(torch, x, w):
+        return out
+    return tuple(_as_last(torch, made) if made is not None and made.dim() == x.dim() else made for made in out)
 
 
 def _ask(recorder: Any, what: str, args: tuple[Any, Any, Any], stride: Any, padding: Any, transposed: bool, groups: int, op: str) -> None:
@@ -131,7 +165,7 @@ def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> No
     grad, x, w, _sizes, stride, padding, _dilation, transposed, _output_padding, groups, _mask = args
     op = func._schema.name
     dx, dw, db = out
-    deep = groups == x.shape[1] and groups > 1 and not transposed and not _layout(recorder.rules.torch, x, w)
+    deep = _depthwise(x, w, groups, transposed) and not _layout(recorder.rules.torch, x, w)
     if deep:
         recorder.note(func, (dw, dx, db))
         return
