@@ -37,8 +37,8 @@ LOCKED = (
     "root or with CAP_SYS_ADMIN (containers: add that capability), or ask the administrator of the host to load the nvidia module with NVreg_RestrictProfilingToAdminUsers=0"
 )
 _TAKEN = (
-    "Another profiler holds CUPTI in this process (torch.profiler, ncu, nsys, cuda-gdb or compute-sanitizer; the driver allows one). End it, or start the kernel "
-    "without that tool, then run this again"
+    "Another profiler holds CUPTI in this process (torch.profiler, which keeps it until the process ends, ncu, nsys, cuda-gdb or compute-sanitizer; the driver allows "
+    "one). Restart the kernel without that tool, then run this again"
 )
 # CUptiResult (cupti_result.h) -> one line: what it is, what to do
 _ADVICE = {

@@ -85,8 +85,10 @@ def counters(
     """Count what every kernel of a call does with memory.
 
     The function is called once. CUPTI runs each kernel as often as it needs passes (``.passes``), with the device memory that it writes put back in
-    between: results are those of a single run. What a kernel does elsewhere (host memory that it writes, a message it prints, a wait for the host or
-    another kernel) happens in every pass. Kernels run one after the other while they are counted, so their durations are not the call's wall time.
+    between (managed and pinned memory too: tried on an H200 with atomic additions): results are those of a single run. What a kernel does beyond
+    memory (a message that it prints, a wait for the host or another kernel) happens in every pass; a kernel that waits for another one hangs. Kernels run one after the
+    other while they are counted, so their durations are not the call's wall time. Caches are left as they are: where arrays fit the L2, hit rates and DRAM bytes
+    depend on what lies there, and putting memory back changes that. Measured on an H200: 0.4 s to begin, then 0.03 s a kernel and pass.
 
     Parameters
     ----------
