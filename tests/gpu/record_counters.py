@@ -5,7 +5,7 @@
 Steps, each in a process of its own with its own time limit: ``cupti`` and ``ncu`` count the twenty kernels of ``counted_kernels.py``; ``compare``
 holds the two against each other, ``predict`` writes down what the findings promise for the slow kernels (both need no GPU); ``diagnose`` counts the naive transpose, the array of structures and the reduction with conflicts, ``lines``
 the same by ncu with their source lines; ``verify`` holds their results against NumPy's; ``slow`` counts and times the six kernels of ``slow_kernels.py``, ``fast`` the same work done well; ``behaviour`` tries
-graphs, room for few kernels, torch.profiler, side effects; ``cell`` runs ``%%memprof --counters`` in a shell.
+graphs, room for few kernels, torch.profiler, side effects; ``cell`` runs ``%%memprof --counters`` in a shell, ``cuda_cell`` ``%%memprof_cuda``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
 
-LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "verify": 40, "fast": 60, "behaviour": 60, "room": 30, "cell": 40}
+LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "verify": 40, "fast": 60, "behaviour": 60, "room": 30, "cell": 40, "cuda_cell": 60}
 
 
 def main() -> None:
@@ -317,6 +317,22 @@ def step_cell(out: Path) -> None:
     again = mp.load(out / "cell.nbmem")
     print(mp.counters(again).select("name", "site", "duration_us", "load_sectors_per_request"))
     (out / "cell.json").write_text(json.dumps({"made": about(), "said": said.getvalue(), "result": result.result, "sites": mp.counters(again)["site"].to_list(), "counters": capture.meta.get("counters")}, indent=1, default=str))
+
+
+def step_cuda_cell(out: Path) -> None:
+    """``%%memprof_cuda``, counted in process and by ncu with lines; CuPy's arrays and torch's."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    shell.run_cell("%load_ext nbmemprof\nimport cupy, torch\nn = 1 << 24\nx = cupy.arange(32 * n, dtype=cupy.float32)\ny = torch.zeros(n, device='cuda')")
+    code = 'extern "C" __global__ void strided(const float* x, float* y, int n) {\n    int i = blockIdx.x * blockDim.x + threadIdx.x;\n    if (i < n) y[i] = x[i * 32];\n}'
+    told = {}
+    for name, flag in (("counted", ""), ("lines", " --lines")):
+        result = shell.run_cell(f"%%memprof_cuda strided(x, y, n) --block 256 --out frame{flag}\n{code}")
+        told[name] = result.result._repr_mimebundle_()["text/plain"] if result.success else repr(result.error_in_exec)
+        print(told[name])
+    right = shell.run_cell("bool((cupy.asarray(y) == x[::32][:n]).all())").result
+    (out / "cuda_cell.json").write_text(json.dumps({"made": about(), "right": right, **told}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
