@@ -105,9 +105,11 @@ def grown(batch: int, here: tuple[int, Floats], points: list[tuple[int, Floats]]
         at_zero = start + second * b0 * b1
         off = np.abs(s0 + slope * (b2 - b0) - s2) > np.maximum(_SLACK, 0.01 * s2)
     alone = np.where((s0 % b0 == 0) & (s0 > _SLACK), s0 / b0 * batch, s0)
-    faster = (start < -np.maximum(_SLACK, 0.02 * s0)) & (bent > 0)
+    with np.errstate(invalid="ignore"):  # what an error of 2 % of the sizes would make of the beginning
+        slack = np.maximum(_SLACK, 0.02 * np.maximum(np.minimum(s0, s1), s0 * np.abs(b1 / (b0 - b1))))
+    faster = (start < -slack) & (bent > 0)
     made = np.where(faster, through_zero, straight)
-    curved = ~np.isnan(s2) & off & (second > 0) & (at_zero > -np.maximum(_SLACK, 0.02 * s2)) & faster
+    curved = ~np.isnan(s2) & off & (second > 0) & (at_zero > -slack) & faster
     made = np.where(curved, parabola, made)
     made = np.where(np.isnan(s1), alone, made)
     return np.maximum(made, 0)
