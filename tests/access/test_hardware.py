@@ -9,6 +9,7 @@ import patterns
 import pytest
 from modelled_access import access, count
 from patterns import Pattern
+from support import ROOT
 
 SINGLE = [e.pattern for e in (*patterns.WORKED, *patterns.COUNTED)] + [p for _, p in patterns.joining()]
 FOUND = {"single": SINGLE, "random": patterns.stored()}
@@ -38,6 +39,12 @@ def test_all_patterns_were_counted_twice_and_in_two_ways_alike():
     alone = [(a, b) for a, b in zip(single["alone"]["counts"], single["packed"]["counts"], strict=True) if a is not None]
     assert len(alone) >= 40
     assert all(a == b for a, b in alone)
+
+
+def test_the_notebook_opens_the_same_recording():
+    rows = json.loads((ROOT / "notebooks" / "data" / "h200_access_patterns.json").read_text())
+    assert [row[:3] for row in rows] == [p.row() for p in FOUND["random"]]
+    assert [row[3] for row in rows] == recorded("random")["ways"]["packed"]["counts"]
 
 
 def test_a_difference_of_one_is_seen():
