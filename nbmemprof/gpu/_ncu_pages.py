@@ -95,15 +95,15 @@ def _instructions(text: str, sources: Path | None) -> Iterator[tuple[int, dict[s
     number, file, function, line, code = -1, "", "", None, ""
     head: list[str] = []
     seen: set[str] = set()
-    listing = False  # after "..." the machine code is told once more, whole
+    told: set[str] = set()  # addresses: ncu tells some instructions twice
     for cells in csv.reader(io.StringIO(text)):
         if not cells:
             continue
         if cells[0] == "File Path":
-            file, listing, head = cells[1], False, []
+            file, head = cells[1], []
         elif cells[0] == "Function Name":
             if cells[1] != function or file in seen:
-                number, seen = number + 1, set()
+                number, seen, told = number + 1, set(), set()
             function = cells[1]
             seen.add(file)
         elif cells[0] == "Line No":
@@ -112,9 +112,8 @@ def _instructions(text: str, sources: Path | None) -> Iterator[tuple[int, dict[s
             line, code = int(cells[0]), cells[1]
             if code == _UNREADABLE:
                 code = _line_of(file, line, sources)
-        elif head and len(cells) > 2 and cells[2] == "...":
-            listing = True
-        elif head and not listing and len(cells) == len(head):
+        elif head and len(cells) == len(head) and cells[2] not in told:
+            told.add(cells[2])
             row = dict(zip(head, cells, strict=True))
             if row.get("Address Space", "-") not in ("", "-") and line is not None:
                 yield number, {

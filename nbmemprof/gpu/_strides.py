@@ -116,6 +116,8 @@ def _accesses(source: str, line: int, operation: str) -> Iterator[tuple[str, str
             depth += {"[": 1, "]": -1}.get(text[end], 0)
             end += 1
         after = text[end:].lstrip()
+        if after.startswith("["):
+            continue  # of an array of two dimensions the first index alone says nothing
         member = re.match(r"\.\w+", after)
         rest = after[member.end() :].lstrip() if member else after
         plain, updated = re.match(r"=(?!=)", rest) is not None, re.match(r"[-+*/^|&]=", rest) is not None

@@ -27,6 +27,7 @@ extern "C" __global__ void many(const float* x, float* y, const Particle* p, con
     y[i] = x[other(i)];
     y[i] = x[i / 2];
     y[i] = x[unknown + i];
+    y[i] = tile[threadIdx.x][i];
 }
 """
 BLOCK = (256, 1, 1)
@@ -60,6 +61,7 @@ def test_simple_arithmetic_is_worked_out(text, operation, each, stride):
         ("x[other(i)]", "load", 32),
         ("x[i / 2]", "load", 2),  # not one stride
         ("x[unknown + i]", "load", 4),
+        ("tile[threadIdx.x][i]", "load", 4),
         ("x[i * 32]", "load", 7),  # the text is not what was counted
     ],
 )
