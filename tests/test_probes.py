@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import polars as pl
 import pytest
 from fake_gpu import FakeGpu
+from support import ROOT
 
 from nbmemprof.errors import FlagError, NbmemprofError
 from nbmemprof.gpu import _device, probes, twins
 from nbmemprof.gpu.probes import _bandwidth, _banks, _coalescing, _frame, _latency, _transfers
 from nbmemprof.views import probes as view
+
+sys.path.append(str(ROOT / "tests" / "gpu"))
+import record_probes
 
 MIB = 1 << 20
 
@@ -143,6 +148,45 @@ def test_every_kernel_has_a_twin():
     assert set(twins.TWINS) <= kernels
 
 
+# ---------------------------------------------------------------------- what ships
+@pytest.mark.parametrize("name", probes.NAMES)
+def test_the_shipped_recordings_are_an_h200_s_and_all_verified(name):
+    frame = probes.run(name, recorded=True)
+    assert (frame.origin, frame.device, frame.about["versions"]["driver"]) == ("recorded", "NVIDIA H200", "580.159.04")
+    assert frame.about["command"] == f"python tests/gpu/record_probes.py OUT {name}"
+    if "verified" in frame.columns:
+        assert frame["verified"].all()
+    assert len(frame._repr_mimebundle_()["text/html"]) < 40_000
+
+
+def test_recorded_latencies_are_those_of_another_h200_within_3_percent():
+    frame = probes.latency(recorded=True)
+    for size, cycles in record_probes.LATENCIES.items():
+        brought = "walk" if size < 1 << 20 else "all"
+        assert frame.filter((pl.col("size_bytes") == size) & (pl.col("brought_by") == brought))["cycles"].item() == pytest.approx(cycles, rel=0.03)
+
+
+def test_recorded_bandwidth_is_at_least_99_percent_of_the_best_public_kernel_in_the_same_run():
+    kept = json.loads((ROOT / "tests" / "fixtures" / "h200" / "probes" / "versus.json").read_text())
+    for what, found in kept["kernels"].items():
+        assert found["verified"], what
+        ours = found["contenders"][found["ours"]]
+        others = [c for name, c in found["contenders"].items() if name != found["ours"]]
+        assert len(ours["runs"]) == record_probes.RUNS
+        assert ours["median_bytes_per_s"] >= 0.99 * max(c["median_bytes_per_s"] for c in others), what
+        assert max(c["spread"] for c in (ours, *others)) < 0.01
+    assert {"torch copy_", "cudaMemcpyAsync"} <= set(kept["kernels"]["copy"]["contenders"])
+
+
+def test_recorded_strides_cost_what_the_model_says_and_conflicts_a_cycle_each():
+    found = {row["what"]: row for row in probes.coalescing(recorded=True).iter_rows(named=True)}
+    for stride in (1, 2, 3, 4, 8):
+        assert found[f"stride {stride}"]["share_of_ceiling"] == pytest.approx(found[f"stride {stride}"]["modelled_share"], rel=0.01)
+    loops = probes.bank_conflicts(recorded=True).filter(pl.col("wavefronts") > 1, pl.col("cycles_per_load").is_not_null())
+    assert loops.height > 15
+    assert ((loops["cycles_per_load"] / loops["wavefronts"] - 1).abs() < 0.05).all()
+
+
 # ---------------------------------------------------------------------- without a GPU
 def test_a_recording_is_what_was_measured(tmp_path, monkeypatch):
     frame = measured("latency")
@@ -166,7 +210,6 @@ def test_without_gpu_and_recording_it_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_cupy_or_device_has_no_gpu(monkeypatch):
-    import sys
     import types
 
     monkeypatch.setitem(sys.modules, "cupy", None)

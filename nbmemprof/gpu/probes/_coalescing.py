@@ -59,15 +59,14 @@ def _cases(gpu: _device.Gpu, source: Any, words: int) -> list[_Case]:
         name = f"offset {offset}" if offset else f"stride {stride}"
         cases.append(_Case(name, "strided", 4 * n, _load(stride, offset), (source,), (np.uint64(n), np.uint64(stride), np.uint64(offset))))
     n = words // FIELDS
-    aos, soa = (np.uint64(FIELDS), np.uint64(1)), (np.uint64(1), np.uint64(n))
-    whole = (32.0, 1.0)  # the lines that the load of the first field fetches serve the other seven
-    for name, fields, pitches, model in (
-        ("one field of 8, array of structures", 1, aos, _load(FIELDS)),
-        ("one field of 8, structure of arrays", 1, soa, _load(1)),
-        ("all 8 fields, array of structures", FIELDS, aos, whole),
-        ("all 8 fields, structure of arrays", FIELDS, soa, _load(1)),
+    for name, stride in (("one field of 8, array of structures", FIELDS), ("one field of 8, structure of arrays", 1)):
+        cases.append(_Case(name, "strided", 4 * n, _load(stride), (source,), (np.uint64(n), np.uint64(stride), np.uint64(3))))
+    # in an array of structures the lines that the load of the first field fetches serve the other seven
+    for name, pitches, model in (
+        ("all 8 fields, array of structures", (FIELDS, 1), (32.0, 1.0)),
+        ("all 8 fields, structure of arrays", (1, n), _load(1)),
     ):
-        cases.append(_Case(name, "structures", 4 * fields * n, model, (source,), (np.uint64(n), np.int32(fields), *pitches)))
+        cases.append(_Case(name, "structures", 4 * FIELDS * n, model, (source,), (np.uint64(n), np.int32(FIELDS), *map(np.uint64, pitches))))
     cases.append(_Case("4 fields at once, 16 B a lane", "structures_wide", 4 * words, _load(1, 0, 16), (source,), (np.uint64(words // 4),)))
     n = words // 32
     places = _device.mixed(gpu.xp, n)
