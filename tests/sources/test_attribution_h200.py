@@ -93,6 +93,20 @@ def test_an_allocation_has_layer_phase_and_step() -> None:
     assert each.n_unique() == 1  # twelve equal layers keep equally much
 
 
+@pytest.mark.parametrize("name", ["gpt2_fp32", "resnet50", "mixtral_small", "llama1b_lora", "gpt2_checkpointed", "gpt2_autocast"])
+def test_what_backward_allocates_gets_the_block_that_it_works_in(name: str) -> None:
+    """Told by what is let go before and after it; gradients, whose layers are known by themselves, say whether that is right."""
+    with_owners, without = capture(name).allocations, play(name, ("gradients",)).allocations
+    where = pl.col("layer").cast(pl.String)
+    backward = pl.col("phase").cast(pl.String) == "backward"
+    truth = with_owners.filter(backward & (pl.col("category").cast(pl.String) == "gradients")).select("alloc_seq", told=where)
+    found = without.filter(backward & pl.col("layer").is_not_null()).select("alloc_seq", found=where)
+    both = truth.join(found, on="alloc_seq").with_columns(pl.col("told").str.extract(r"^(.*?\.\d+)(?:\.|$)"))
+    assert both.height > 100 and (both["told"] == both["found"]).all()
+    loose = with_owners.filter(backward & (pl.col("category").cast(pl.String) == "temporary"))
+    assert loose["layer"].null_count() < 0.35 * loose.height
+
+
 def test_phases_and_steps_are_marks() -> None:
     marks = capture("gpt2_fp32").marks.with_columns(pl.col("kind").cast(pl.String))
     phases = marks.filter(pl.col("kind") == "phase").sort("time_us")["name"].to_list()
