@@ -14,7 +14,7 @@ from nbmemprof.analyses.kernel_lines import kernel_lines
 from nbmemprof.analyses.kernels import kernels
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.gpu import _ncu
+from nbmemprof.gpu import _ceilings, _ncu
 from nbmemprof.gpu._counting import MAX_KERNELS, Counting
 
 __all__ = ["Counted", "counters"]
@@ -42,8 +42,10 @@ class Counted(pl.DataFrame):
     value: Any = None
 
     @classmethod
-    def of(cls, capture: Capture, value: Any = None) -> Counted:
-        """The frame of a capture's kernels."""
+    def of(cls, capture: Capture, value: Any = None, ceilings: dict[str, Any] | None = None) -> Counted:
+        """The frame of a capture's kernels, held against these ceilings or the capture's own."""
+        if ceilings is not None:
+            capture = Capture(capture.tables, {**capture.meta, "ceilings": ceilings})
         frame = cls(kernels(capture))
         frame.capture, frame.value = capture, value
         return frame
@@ -80,6 +82,7 @@ def counters(
     metrics: str | Sequence[str] = "all",
     warmup: int = 0,
     max_kernels: int = MAX_KERNELS,
+    ceilings: pl.DataFrame | None = None,
     timeout_s: float = 300.0,
 ) -> Counted:
     """Count what every kernel of a call does with memory.
@@ -105,6 +108,9 @@ def counters(
         Calls before the one that is counted.
     max_kernels
         Kernels beyond it run and are not counted.
+    ceilings
+        What ``mp.probes.bandwidth()`` measured on this card, for the shares of the ceiling and the predictions. None takes the shipped
+        recording of such a card; where there is none, shares are null and nothing is predicted.
     timeout_s
         Limit of the child process.
 
@@ -119,12 +125,13 @@ def counters(
     CuptiRefused
         The counters can't be had: why, and what to do.
     """
+    best = _ceilings.measured(ceilings) if ceilings is not None else None
     if isinstance(target, Capture):
-        return Counted.of(target)
+        return Counted.of(target, ceilings=best)
     if how not in _WAYS:
         raise NbmemprofError(f"how can't be {how!r}. It is one of: {', '.join(_WAYS)}.")
     if how == "ncu":
-        return Counted.of(_ncu.profile(target, args, metrics=metrics, timeout_s=timeout_s))
+        return Counted.of(_ncu.profile(target, args, metrics=metrics, timeout_s=timeout_s), ceilings=best)
     if not callable(target):
         raise NbmemprofError(f"{target!r} can't be called. Give a function that launches kernels; a script's path goes with how='ncu'.")
     plain_s = _warm(target, args, warmup)
@@ -136,7 +143,7 @@ def counters(
     finally:
         counting.close()
     capture.meta["counters"]["plain_s"] = plain_s
-    return Counted.of(capture, value)
+    return Counted.of(capture, value, best)
 
 
 def _warm(target: Callable[..., Any], args: tuple[Any, ...], times: int) -> float | None:

