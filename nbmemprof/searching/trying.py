@@ -228,8 +228,7 @@ class CudaBench(LiveBench):
         self._torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def _set(self, conf: str) -> None:
-        setter = getattr(self._torch._C, "_accelerator_setAllocatorSettings", None) or self._torch._C._cuda_cudaCachingAllocator_set_allocator_settings
-        setter(conf)
+        self._torch.cuda.memory._set_allocator_settings(conf)
 
     def room(self) -> Room:
         """Torch's limit, and what is free for this process now."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 STEPS = 2
-START = 512  # where a person who does not know would let accelerate begin
+START = 512 if ON_GPU else 32  # where a person who does not know would let accelerate begin
 PRETENDED = 21  # largest batch of the dry run
 
 
@@ -93,7 +94,7 @@ def cnn() -> Kind:
     def setup() -> Any:
         nn = torch.nn
         with torch.device(DEVICE):
-            blocks = [Block(a, b, s) for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False)) for a, b, s in ((a, b, 1 if i == 0 else 2), (b, b, 1))]
+            blocks = [Block(a, b, s) for i, (a, b) in enumerate(itertools.pairwise(widths)) for a, b, s in ((a, b, 1 if i == 0 else 2), (b, b, 1))]
             model = nn.Sequential(nn.Conv2d(3, widths[0], 7, 2, 3, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 100))
 
         def loss_of(model: Any, batch: int) -> Any:
@@ -242,13 +243,13 @@ def under(kind: Kind) -> Any:
         return
     clean()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch._C._cuda_cudaCachingAllocator_set_allocator_settings(kind.conf or "expandable_segments:False")
+    torch.cuda.memory._set_allocator_settings(kind.conf or "expandable_segments:False")
     torch.cuda.set_per_process_memory_fraction((kind.limit + 0.5) / total)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        torch._C._cuda_cudaCachingAllocator_set_allocator_settings("expandable_segments:False")
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         clean()
 
 
