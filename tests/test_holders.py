@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from types import ModuleType, SimpleNamespace
 
 import leaky
 import numpy as np
@@ -465,6 +466,22 @@ def test_frozen_objects_are_found():
         assert of(mp.holders(space, device="cpu"), 47)["holder"] == "frozen[0]"
     finally:
         gc.unfreeze()
+
+
+def test_the_state_of_modules_in_c_is_not_walked(monkeypatch):
+    """Python 3.12's ``_asyncio`` shows the objects of its free list there: looked at twice, the list is a ring and the look never ends."""
+    asked = []
+
+    def get_referents(*things):
+        asked.extend(thing for thing in things if isinstance(thing, ModuleType))
+        return gc.get_referents(*things)
+
+    monkeypatch.setattr(_objects, "gc", SimpleNamespace(**{name: getattr(gc, name) for name in ("get_objects", "is_tracked")}, get_referents=get_referents, get_freeze_count=lambda: 1))
+    space = {"names": [own(53)]}
+    graph = _objects.take(lambda: [space])
+    assert asked == []
+    at = graph.index.one(sys.modules["asyncio"])
+    assert graph.after(at) == [graph.index.one(vars(sys.modules["asyncio"]))]
 
 
 @pytest.mark.cost(0.8)

@@ -10,10 +10,13 @@ import gc
 import sys
 from collections.abc import Callable, Iterable
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from nbmemprof.holding._parts import has_base, own_dict
 
 __all__ = ["Index", "Objects", "take"]
 
@@ -61,7 +64,7 @@ class Objects:
         self.index = Index(np.fromiter(map(id, self.items), np.int64, len(self.items)))
         counts, targets = [np.zeros(1, np.int64)], []
         for begin in range(0, len(self.items), _CHUNK):
-            found = list(map(gc.get_referents, self.items[begin : begin + _CHUNK]))
+            found = _referents(self.items[begin : begin + _CHUNK])
             many = np.fromiter(map(len, found), np.int64, len(found))
             numbers = self.index.of(np.fromiter(map(id, chain.from_iterable(found)), np.int64, int(many.sum())))
             rows = np.repeat(np.arange(len(found)), many)[numbers >= 0]
@@ -190,16 +193,34 @@ def take(begin: Callable[[], Iterable[Any]] = tuple) -> Objects:
 
 def _frozen(known: list[Any], more: Iterable[Any]) -> list[Any]:
     """Objects of the permanent generation (``gc.freeze``), which the collector does not list: found from those it lists."""
-    seen = set(map(id, known))
+    seen = Index(np.fromiter(map(id, known), np.int64, len(known)))
+    more_seen: set[int] = set()
     found: list[Any] = []
     front: list[Any] = [*known, list(more), list(sys.modules.values())]
     while front:
         new = []
         for begin in range(0, len(front), _CHUNK):
-            for thing in gc.get_referents(*front[begin : begin + _CHUNK]):
-                if id(thing) not in seen and gc.is_tracked(thing):
-                    seen.add(id(thing))
+            things = list(chain.from_iterable(_referents(front[begin : begin + _CHUNK])))
+            ids = np.fromiter(map(id, things), np.int64, len(things))
+            odd = np.flatnonzero(seen.of(ids) < 0)
+            odd = odd[np.unique(ids[odd], return_index=True)[1]]
+            for thing in map(things.__getitem__, odd.tolist()):
+                if gc.is_tracked(thing) and id(thing) not in more_seen:
+                    more_seen.add(id(thing))
                     new.append(thing)
+            del things
         found += new
         front = new
     return found
+
+
+def _referents(things: list[Any]) -> list[list[Any]]:
+    """What each refers to; of a module its names alone.
+
+    The collector's way into a module's C state is not safe to walk: Python 3.12's ``_asyncio`` shows objects of its free
+    list, which come to life and die again by being looked at; the list is then a ring, and the next look never ends.
+    """
+    modules = {cls for cls in set(map(type, things)) if has_base(cls, ModuleType)}
+    if modules.isdisjoint(map(type, things)):
+        return list(map(gc.get_referents, things))
+    return [gc.get_referents(thing) if type(thing) not in modules else [space] if (space := own_dict(thing)) is not None else [] for thing in things]
