@@ -131,7 +131,7 @@ def _run(line: Sequence[str], timeout_s: float, env: dict[str, str] | None = Non
     try:
         said, _ = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        raise NbmemprofError(f"ncu took longer than {timeout_s:.0f} s and was ended. Count a smaller part, fewer metrics, or give timeout_s=.") from error
+        raise NbmemprofError(f"ncu took longer than {timeout_s:g} s and was ended. Count a smaller part, fewer metrics, or give timeout_s=.") from error
     finally:
         with contextlib.suppress(ProcessLookupError):  # what it started may live on when it is gone itself
             os.killpg(child.pid, signal.SIGKILL)

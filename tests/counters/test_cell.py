@@ -46,7 +46,7 @@ def shell(fake):
     InteractiveShell.clear_instance()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.7)
 def test_the_cells_kernels_are_in_its_capture_and_its_report(shell):
     with capture_output() as said:
         result = shell.run_cell("%%memprof --counters\nlaunch('strided')\nlaunch('strided')\n40 + 2")

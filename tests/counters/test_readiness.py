@@ -73,9 +73,9 @@ def test_a_library_without_the_range_profiler_is_told():
         _cupti.Cupti(object(), "libcupti.so.11")
 
 
-@pytest.mark.parametrize("code", sorted(_cupti._ADVICE))
-def test_every_advice_is_one_line_that_ends_in_what_to_do(code):
-    said = _cupti.advice(code, "cuptiSomething", "CUPTI_ERROR")
-    assert "\n" not in said
-    assert said.endswith(f"(cuptiSomething: CUPTI error {code}, CUPTI_ERROR).")
-    assert len(said) < 520
+def test_every_advice_is_one_line_with_the_call_and_its_result():
+    for code in _cupti._ADVICE:
+        said = _cupti.advice(code, "cuptiSomething", "CUPTI_ERROR")
+        assert "\n" not in said
+        assert said.endswith(f"(cuptiSomething: CUPTI error {code}, CUPTI_ERROR).")
+        assert len(said) < 520
