@@ -61,8 +61,8 @@ class Site:
 
     @property
     def worst(self) -> GlobalAccess | SharedAccess:
-        """The access that wastes most."""
-        return min(self.accesses, key=lambda one: one.efficiency)
+        """The access that wastes most, by transactions too many; of those alike the first."""
+        return max(self.accesses, key=lambda one: one.sectors / max(one.ideal_unique_sectors, 1) if isinstance(one, GlobalAccess) else one.wavefronts / max(one.ideal_wavefronts, 1))
 
     def total(self, name: str) -> int:
         """Sum of one of the accesses' numbers: ``sectors``, ``ideal_sectors``, ``wavefronts``, ``ideal_wavefronts``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from nbmemprof.access import GlobalAccess, SharedAccess, Site, Trace
 from nbmemprof.views import _theme, text
@@ -120,8 +121,11 @@ def trace_bundle(trace: Trace) -> dict[str, str]:
     said = _headline(trace)
     head = ["line", "array", "what", "instructions", "transactions", "needed", "used", "code"]
     rows = [_row(site) for site in trace.sites]
-    wasting = sorted((site for site in trace.sites if site.worst.efficiency < 0.75), key=lambda site: site.worst.efficiency)
-    worst = list({(site.line, site.worst.explain()): site for site in reversed(wasting)}.values())[::-1][:_PICTURES]
+    wasting = sorted((site for site in trace.sites if _factor(site) > 1), key=_factor, reverse=True)
+    alike: dict[tuple[Any, ...], Site] = {}
+    for site in wasting:  # a load and a store of the same words are drawn once
+        alike.setdefault((site.line, site.space, site.worst.addresses), site)
+    worst = list(alike.values())[:_PICTURES]
     better = list(dict.fromkeys(f"Line {site.line}, {site.array}: {one.text}" for site in worst for one in site.worst.suggestions()[:3]))
     notes = [f"Line {site.line}, {site.array}: lanes repeat this place unequally often; repetitions are matched by number, which is an approximation." for site in trace.sites if not site.aligned]
     drawn = "".join(f"<p>{_html(f'Line {site.line}, {site.array}: {middle(site.source, 90)}')}</p>{image(*picture(site.worst))}" for site in worst)
@@ -131,12 +135,19 @@ def trace_bundle(trace: Trace) -> dict[str, str]:
     return {"text/html": Mount.of(body).wrap(body), "text/plain": "\n".join(plain)}
 
 
+def _factor(site: Site) -> float:
+    """How many times too many transactions the worst instruction of a place makes."""
+    one = site.worst
+    done, needed = (one.sectors, one.ideal_unique_sectors) if isinstance(one, GlobalAccess) else (one.wavefronts, one.ideal_wavefronts)
+    return done / needed if needed else 1.0
+
+
 def _headline(trace: Trace) -> str:
     size = " × ".join(str(n) for n in trace.block if n > 1) or "1"
     many = "block" if len(trace.blocks) == 1 else f"{len(trace.blocks)} blocks"
     if not trace.sites:
         return f"{trace.kernel}, {many} of {size} threads: touches no memory"
-    worst = min(trace.sites, key=lambda site: site.worst.efficiency)
+    worst = max(trace.sites, key=_factor)
     return f"{trace.kernel}, {many} of {size} threads: line {worst.line}, {worst.array}: {worst.worst.explain()}"
 
 

@@ -91,3 +91,16 @@ def test_markup_in_a_kernel_s_text_stays_text():
 
 def test_a_kernel_that_touches_nothing_says_so():
     assert "touches no memory" in mp.access.trace(lambda: None)._repr_mimebundle_()["text/plain"]
+
+
+def test_a_single_lane_s_access_is_no_waste_and_a_load_and_store_of_the_same_words_are_drawn_once():
+    def odd(data, sums):
+        t = cuda.threadIdx.x  # noqa: F821
+        data[8 * t] = data[8 * t] + 1
+        if t == 0:
+            sums[0] = data[0]
+
+    bundle = mp.access.trace(odd, np.zeros(256, np.float32), np.zeros(1, np.float32))._repr_mimebundle_()
+    assert len(re.findall("<img", bundle["text/html"])) == 1
+    assert "line " in bundle["text/plain"].split("·")[0]
+    assert "32 sectors in 8 lines where 4 would do" in bundle["text/plain"].split("·")[0]
