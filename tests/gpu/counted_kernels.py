@@ -5,6 +5,7 @@ Arrays are 1 GiB, sixteen times an H200's L2: what lies in the caches before a k
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,8 @@ import triton.language as tl
 
 from nbmemprof.gpu import _loader
 
-N = 1 << 28  # words of an array
-SIDE = 1 << 14
+SIDE = int(os.environ.get("COUNTED_KERNELS_SIDE", 1 << 14))  # of a square matrix; smaller where the kernels are only checked
+N = SIDE * SIDE  # words of an array
 SOURCE = r"""
 typedef long long Index;
 #define I ((Index)blockIdx.x * blockDim.x + threadIdx.x)

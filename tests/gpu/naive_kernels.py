@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from nbmemprof.gpu import _loader
 
 
 def _calls() -> list[tuple[str, Callable[[], Any]]]:
-    side, n = 1 << 14, 1 << 28
+    side = int(os.environ.get("COUNTED_KERNELS_SIDE", 1 << 14))
+    n = side * side
     x = cupy.random.default_rng(1).random(n, dtype=cupy.float32)
     y = cupy.zeros(n, dtype=cupy.float32)
     words, sums = x.view(cupy.uint32), cupy.zeros(132 * 16 * 256, dtype=cupy.uint32)

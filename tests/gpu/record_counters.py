@@ -4,7 +4,7 @@
 
 Steps, each in a process of its own with its own time limit: ``cupti`` and ``ncu`` count the twenty kernels of ``counted_kernels.py``; ``compare``
 holds the two against each other, ``predict`` writes down what the findings promise for the slow kernels (both need no GPU); ``diagnose`` counts the naive transpose, the array of structures and the reduction with conflicts, ``lines``
-the same by ncu with their source lines; ``verify`` holds their results against NumPy's; ``slow`` counts and times the six kernels of ``slow_kernels.py``, ``fast`` the same work done well; ``behaviour`` tries
+the same by ncu with their source lines; ``small`` and ``verify`` run kernels on small arrays, for compute-sanitizer; the latter holds their results against NumPy's; ``slow`` counts and times the six kernels of ``slow_kernels.py``, ``fast`` the same work done well; ``behaviour`` tries
 graphs, room for few kernels, torch.profiler, side effects; ``cell`` runs ``%%memprof --counters`` in a shell, ``cuda_cell`` ``%%memprof_cuda``.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
 
-LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "verify": 40, "fast": 60, "behaviour": 60, "room": 30, "cell": 40, "cuda_cell": 60}
+LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "verify": 40, "small": 40, "numba": 40, "fast": 60, "behaviour": 60, "room": 30, "cell": 40, "cuda_cell": 60}
 
 
 def main() -> None:
     """Run the steps that are named, or all but ``fast``; each failure stands in ``failed.txt``."""
-    out, steps = Path(sys.argv[1]), sys.argv[2:] or [name for name in LIMITS if name not in ("fast", "verify")]
+    out, steps = Path(sys.argv[1]), sys.argv[2:] or [name for name in LIMITS if name not in ("fast", "verify", "small")]
     out.mkdir(parents=True, exist_ok=True)
     if steps[:1] == ["--inside"]:
         globals()[f"step_{steps[1]}"](out)
@@ -216,6 +216,38 @@ def step_verify(out: Path) -> None:
     found = slow_kernels.wrong(slow_kernels.arrays())
     (out / "verify.json").write_text(json.dumps({"made": about(), "n": slow_kernels.N, "wrong": found}) + "\n")
     print(slow_kernels.N, "wrong:", found)
+
+
+def step_small(out: Path) -> None:
+    """The twenty kernels and the naive ones once, small: for compute-sanitizer."""
+    import os
+
+    os.environ["COUNTED_KERNELS_SIDE"] = "1024"
+    import counted_kernels
+    import naive_kernels
+
+    print(len(counted_kernels.CALLS), "and", len(naive_kernels.CALLS), "kernels ran")
+
+
+def step_numba(out: Path) -> None:
+    """A kernel of numba-cuda is counted under its name, with its line."""
+    import numpy as np
+    from numba import cuda
+
+    import nbmemprof as mp
+
+    @cuda.jit
+    def strided(x, y):
+        i = cuda.grid(1)
+        if i < y.size:
+            y[i] = x[i * 32]
+
+    x, y = cuda.to_device(np.arange(32 << 20, dtype=np.float32)), cuda.device_array(1 << 20, dtype=np.float32)
+    strided[4096, 256](x, y)
+    counted = mp.counters(lambda: strided[4096, 256](x, y))
+    told = counted.select("name", "site", "grid", "block", "load_sectors_per_request", "store_sectors_per_request").to_dicts()
+    print(told)
+    (out / "numba.json").write_text(json.dumps({"made": about(), "kernels": told, "warnings": counted.capture.meta["warnings"]}, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------- behaviour
