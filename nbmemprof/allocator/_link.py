@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import os
 import types
 from collections.abc import Callable
@@ -39,8 +40,9 @@ def _on_disk(entry: Callable[..., int]) -> bool:
     """Whether an earlier process has compiled this very code."""
     name, code = _named(entry), entry.__code__
     pattern = f"*{name}-{code.co_firstlineno}*.nbi"
-    folders = [Path(code.co_filename).parent / "__pycache__", *([Path(os.environ["NUMBA_CACHE_DIR"])] if os.environ.get("NUMBA_CACHE_DIR") else [])]
-    return any(next(folder.rglob(pattern), None) is not None for folder in folders if folder.is_dir())
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    folder = Path(chosen) if chosen else Path(code.co_filename).parent / "__pycache__"
+    return folder.is_dir() and next(folder.rglob(pattern), None) is not None
 
 
 def _named(entry: Any) -> str:
@@ -71,7 +73,26 @@ def linked(entry: Callable[..., int]) -> Callable[..., int] | None:
             if called in compiled:
                 copy.__globals__[name] = compiled[called]
     main.__name__ = main.__qualname__ = _named(entry)
+    if not _on_disk(entry):
+        _compile(plain_entry, compiled)
     return _jit.compiled(main)
+
+
+def _compile(entry: types.FunctionType, compiled: dict[types.FunctionType, Any]) -> None:
+    """Compile each function once, what it calls before it: left to itself numba makes one more form for every constant that a call passes."""
+    done: set[types.FunctionType] = {entry}
+
+    def visit(plain: types.FunctionType) -> None:
+        for name in plain.__code__.co_names:
+            called = plain.__globals__.get(name)
+            if called in compiled and called not in done:
+                done.add(called)
+                visit(called)
+                hints = list(inspect.get_annotations(called).values())[:-1]
+                compiled[called].compile(f"int64({', '.join('int64' if hint == 'int' else 'int64[::1]' for hint in hints)})")
+                compiled[called].disable_compile()
+
+    visit(entry)
 
 
 def _gather(function: types.FunctionType, copies: dict[types.FunctionType, types.FunctionType]) -> None:
