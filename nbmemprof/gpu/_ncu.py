@@ -29,6 +29,7 @@ __all__ = ["command", "find", "profile"]
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _PAYLOAD_BYTES = 1 << 30
 _LOCKED = "ERR_NVGPUCTRPERM"
+_NO_LINES = "no kernel tells its source lines: compile with line numbers, as cupy.RawKernel(code, name, options=('-lineinfo',)); kernels of libraries have none"
 
 
 def find() -> str:
@@ -92,11 +93,12 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
         made = tables(rows, launches, device=0, began=began)
         if lines:
             made[kernel_lines.TABLE] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), launches, place)
+    warnings = [_NO_LINES] if lines and made[kernel_lines.TABLE].is_empty() else []
     told: dict[str, Any] = {
         "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
         "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,
     }  # fmt: skip
-    return Capture.build(made, source="counters", origin="measured", device=device, versions={}, warnings=[], counters=told, ceilings=_ceilings.of(device or ""))
+    return Capture.build(made, source="counters", origin="measured", device=device, versions={}, warnings=warnings, counters=told, ceilings=_ceilings.of(device or ""))
 
 
 def _packed(target: Any, args: tuple[Any, ...], place: Path) -> Path:

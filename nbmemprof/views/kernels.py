@@ -48,11 +48,13 @@ def headline(capture: Capture) -> str:
 
 
 def sentences(capture: Capture, limit: int = _SAID) -> list[str]:
-    """Findings, the greatest saving first; "N of M" where some are left out."""
+    """Findings, the greatest saving first, "N of M" where some are left out; then what went less well in counting."""
     frame = kernel_findings(capture)
     said = [f"{row['finding']} {row['action']}" for row in frame.head(limit).iter_rows(named=True)]
     if frame.height > limit:
         said.append(f"{limit} of {frame.height} findings about kernels are shown; mp.counters(capture).findings has all.")
+    if capture.meta.get("source") == "counters":  # a cell's report tells its warnings itself
+        said += [f"{warning[:1].upper()}{warning[1:]}." for warning in capture.meta.get("warnings") or []]
     return [clean(one) for one in said]
 
 

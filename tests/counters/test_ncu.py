@@ -113,6 +113,13 @@ def test_a_function_is_counted_in_a_child_with_its_lines(tmp_path, monkeypatch):
     assert line[-3:-1] == ["-m", "nbmemprof.gpu._ncu_child"]
 
 
+def test_code_without_line_numbers_is_counted_and_told_how_to_have_them(tmp_path, monkeypatch):
+    ncu(tmp_path, monkeypatch, WORKS.replace("{folder!r}", repr(str(tmp_path))).replace('"ncu_source.csv"', '"README.md"'))
+    counted = mp.counters(len, "ab", how="ncu")
+    assert counted.lines.is_empty()
+    assert "-lineinfo" in counted.capture.meta["warnings"][0]
+
+
 @pytest.mark.cost(0.6)
 def test_a_script_is_counted_from_its_start(tmp_path, monkeypatch):
     ncu(tmp_path, monkeypatch, WORKS.replace("{folder!r}", repr(str(tmp_path))))

@@ -57,6 +57,10 @@ def test_the_picture_says_what_it_shows():
     assert "<title>" in base64.b64decode(data).decode()
 
 
+def test_what_went_less_well_is_said():
+    assert kernels.sentences(told(warnings=["kernels have no names: a reason"]))[-1] == "Kernels have no names: a reason."
+
+
 def test_names_from_a_kernel_are_text():
     made = first.bundle(capture(COPY, name="<b>bold</b>"))["text/html"]
     assert "<b>" not in made
