@@ -154,7 +154,9 @@ class Search:
                 ).fits
 
             return by_requests
-        known = sorted(((t.batch, t.peak_allocated_bytes) for t in self.tries if t.fits and t.peak_allocated_bytes), reverse=True)
+        # allocated bytes are the least that is needed; where that promised too much, what was reserved is the second opinion
+        named = "peak_reserved_bytes" if self._misses else "peak_allocated_bytes"
+        known = sorted(((t.batch, getattr(t, named)) for t in self.tries if t.fits and getattr(t, named)), reverse=True)
         if len({b for b, _ in known}) < 2:
             return None
         self.by_peaks = True

@@ -372,6 +372,7 @@ def lightnings(kind: Kind, mode: str) -> dict[str, Any]:
         def training_step(self, *_: Any) -> None:
             self.made = self.made or [kind.setup()]
             kind.step(self.made[0], self.batch_size)
+            self.optimizers().step()  # of a layer beside the model: Lightning counts its steps by it
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.dummy.parameters(), lr=0.1)
