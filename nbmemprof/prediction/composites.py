@@ -27,6 +27,11 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
             return aten_linear.decompose(source, weight, bias)
         return torch.matmul(source, weight.t()).add_(bias)  # for fakes C++ would add out of place
 
+    def one_hot(source: Any, num_classes: int = -1) -> Any:
+        if num_classes < 0:
+            num_classes = int(source.max().item()) + 1
+        return torch.zeros((*source.shape, num_classes), dtype=source.dtype, device=source.device).scatter_(-1, source.unsqueeze(-1), 1)
+
     def never(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -37,6 +42,7 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
                 library.impl(name, never, "CUDA")
         library.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
         library.impl("linear", linear, "AutogradCUDA")
+        library.impl("one_hot", one_hot, "AutogradCUDA")
         for name, net in recurrent.composites(torch).items():
             library.impl(name, net, "AutogradCUDA")
             packet, _, overload = name.partition(".")

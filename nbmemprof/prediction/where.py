@@ -45,6 +45,10 @@ class Where:
             return self._stack[-1], "forward", self.step
         return None, None, self.step
 
+    def current(self) -> Any:
+        """The node of the graph that is running; None outside of backward."""
+        return self._node()
+
     def number(self) -> int | None:
         """Number of the node of the graph that is running; None outside of backward."""
         node = self._node()

@@ -21,6 +21,11 @@ def install(torch: Any, rules: Any) -> None:
     ):  # fmt: skip
         rules.before[plain] = _InPlace(inplace)
     rules.emit[aten.embedding_dense_backward.default] = _embedding_backward
+    rules.emit[aten._embedding_bag_backward.default] = _bag_backward
+    for bag in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
+        rules.order[bag] = lambda out: (out[2], out[1], out[0], out[3])
+    for put in (aten.index_put_.default, aten._index_put_impl_.default):
+        rules.emit[put] = _index_put
 
 
 class _InPlace:
@@ -37,22 +42,32 @@ class _InPlace:
 
 
 def _embedding_backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
-    """Indices are sorted, runs of equal ones are cut into segments, partial sums of these are kept in fp32 (exact on an H200)."""
-    indices, vocabulary = args[1], int(args[2])
-    count = indices.numel()
+    count = args[1].numel()
     if count <= FEW and not args[4]:
         recorder.note(func, out)
         return
-    op = func._schema.name
-    width = out.shape[-1]
-    each = indices.element_size() * count
+    _sorted_rows(recorder, func, args[1], int(args[2]), out, few=count >= 32 * int(args[2]))
 
-    def begin(size: int) -> int:
-        return int(recorder.begin(size, op, "workspace", "operator"))
+
+def _bag_backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
+    if out.layout is recorder.rules.torch.strided:
+        _sorted_rows(recorder, func, args[1], int(args[6]), out, few=False)
+    else:
+        recorder.note(func, out)
+
+
+def _sorted_rows(recorder: Any, func: Any, indices: Any, vocabulary: int, out: Any, *, few: bool) -> None:
+    """Indices are sorted, runs of equal ones are cut into segments, partial sums of these are kept in fp32; not where rows are few (exact on an H200)."""
+    op, count = func._schema.name, indices.numel()
+    size, width = indices.element_size(), out.shape[-1]
+    each = size * count
+
+    def begin(nbytes: int) -> int:
+        return int(recorder.begin(nbytes, op, "workspace", "operator"))
 
     ordered, original = begin(each), begin(each)
     counting = begin(each)
-    recorder.temporary(sorting.pairs_bytes(count, indices.element_size(), indices.element_size()), op)
+    recorder.temporary(sorting.pairs_bytes(count, size, size), op)
     recorder.end(counting)
     recorder.note(func, out)
     starts, number = begin(each), begin(8)
@@ -60,11 +75,33 @@ def _embedding_backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: 
     recorder.temporary(sorting.scan_bytes(count), op)
     recorder.end(dummy)
     segments = min(count, vocabulary)
-    partials, offsets = begin(each // count * segments), begin(each // count * segments)
+    partials, offsets = begin(size * segments), begin(size * segments)
     recorder.temporary(sorting.scan_bytes(segments), op)
     most = count // ROWS + segments
     whole = begin(8)
-    positions = begin(indices.element_size() * most)
-    recorder.temporary(max(4, out.element_size()) * most * width, op)
+    positions = begin(size * most)
+    recorder.temporary(size * most if few else max(4, out.element_size()) * most * width, op)
     for index in (positions, whole, offsets, partials, number, starts, original, ordered):
+        recorder.end(index)
+
+
+def _index_put(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Adding up at places that may be equal: they are put in a row and sorted (exact on an H200)."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    recorder.note(func, out)
+    if not given.get("accumulate") or out.device.type != "cuda":
+        return
+    op = func._schema.name
+    indices = [i for i in given["indices"] if i is not None]
+    count = max((i.numel() for i in indices), default=0)
+    rows = 1
+    for i, size in zip(given["indices"], out.shape, strict=False):
+        rows *= size if i is not None else 1
+    first, places = recorder.begin(8 * count, op, "workspace", "operator"), recorder.begin(8 * count, op, "workspace", "operator")
+    recorder.end(first)
+    held = [recorder.begin(8 * count, op, "workspace", "operator") for _ in range(3)]
+    bits = max(1, (rows - 1).bit_length())
+    recorder.temporary(sorting.pairs_bytes(count, 8, 8, passes=-(-bits // 8)) if count > 2048 else 1, op)
+    for index in (*reversed(held), places):
         recorder.end(index)

@@ -14,8 +14,12 @@ def install(torch: Any, rules: Any) -> None:
     aten = torch.ops.aten
     rules.after[aten._softmax_backward_data.default] = _like_output
     rules.order[aten.native_dropout.default] = lambda out: (out[1], out[0])  # the mask first
-    for op in (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default):
+    for op in (aten.mse_loss.default, aten.smooth_l1_loss.default):
         rules.emit[op] = _reduced_loss
+    rules.emit[aten.huber_loss.default] = _huber
+    rules.emit[aten.binary_cross_entropy_with_logits.default] = _with_logits
+    rules.before[aten.sub.Tensor] = _in_place_of(torch, aten.sub_.Tensor)
+    rules.before[aten.mul.Tensor] = _in_place_of(torch, aten.mul_.Tensor)
     rules.emit[aten.logsumexp.default] = _logsumexp
     rules.emit[aten.add.Tensor] = _sum
     rules.after[aten._safe_softmax.default] = _safe_softmax
@@ -25,25 +29,73 @@ def _like_output(recorder: Any, func: Any, _args: Any, _kwargs: Any, out: Any) -
     recorder.temporary(out.untyped_storage().nbytes(), func._schema.name, "temporary")
 
 
-def _reduced_loss(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Every element's loss twice, its mean or sum last."""
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("reduction", 1) == 0:
-        recorder.note(func, out)
-        return
-    op, source = func._schema.name, args[0]
-    size = source.numel() * source.element_size()
-    loss = recorder.begin(size, op, "temporary", "operator")
-    again = recorder.begin(size, op, "temporary", "operator")
-    buffer, semaphores = reduction.buffer_bytes((source.numel(),), (1,), (0,), sms=recorder.rules.gpu.sms, acc_bytes=4)
+def _in_place_of(torch: Any, inplace: Any) -> Any:
+    """What C++ does in place in these nodes, but not for a tensor subclass, which fakes are."""
+    nodes = ("BinaryCrossEntropyWithLogitsBackward0",)
+
+    def run(recorder: Any, _func: Any, args: Any, kwargs: Any) -> Any:
+        node = recorder.where.current()
+        if node is None or node.name() not in nodes or not recorder.made_in_this_node(args[0]):
+            return NotImplemented
+        with recorder:
+            return inplace(*args, **kwargs)
+
+    del torch
+    return run
+
+
+def _mean_bytes(recorder: Any, count: int, op: str) -> None:
+    """The buffer of the mean over all elements."""
+    buffer, semaphores = reduction.buffer_bytes((count,), (1,), (0,), sms=recorder.rules.gpu.sms, acc_bytes=4)
     if buffer:
         held = recorder.begin(buffer, op, "workspace", "operator")
         recorder.temporary(semaphores, op)
         recorder.end(held)
+
+
+def _reduction_of(func: Any, args: Any, kwargs: Any) -> int:
+    names = [a.name for a in func._schema.arguments]
+    return int((dict(zip(names, args, strict=False)) | kwargs).get("reduction", 1))
+
+
+def _reduced_loss(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """The result is first as large as the input and only then reduced: its block stays that large."""
+    if _reduction_of(func, args, kwargs) == 0:
+        recorder.note(func, out)
+        return
+    op, source = func._schema.name, args[0]
+    size = source.numel() * source.element_size()
+    loss = recorder.begin(size, op)
+    again = recorder.begin(size, op, "temporary", "operator")
+    _mean_bytes(recorder, source.numel(), op)
     recorder.end(again)
+    recorder.adopt(out.untyped_storage(), loss)
+
+
+def _huber(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    if _reduction_of(func, args, kwargs) == 0:
+        recorder.note(func, out)
+        return
+    op, source = func._schema.name, args[0]
+    loss = recorder.begin(source.numel() * source.element_size(), op, "temporary", "operator")
     recorder.note(func, out)
+    _mean_bytes(recorder, source.numel(), op)
     recorder.end(loss)
+
+
+def _with_logits(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Two tensors of the input's size on the way."""
+    op, source = func._schema.name, args[0]
+    size = source.numel() * source.element_size()
+    held = [recorder.begin(size, op, "temporary", "operator")]
+    if _reduction_of(func, args, kwargs) == 0:
+        recorder.note(func, out)
+    else:
+        held.append(recorder.begin(size, op, "temporary", "operator"))
+        recorder.note(func, out)
+        _mean_bytes(recorder, source.numel(), op)
+    for index in reversed(held):
+        recorder.end(index)
 
 
 def _logsumexp(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -51,9 +103,9 @@ def _logsumexp(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> No
     op, source = func._schema.name, args[0]
     recorder.note(func, out)
     small = out.numel() * out.element_size()
-    largest = recorder.begin(small, op, "temporary", "operator")
     dims = reduction._dims(func, args, kwargs, source.dim())
-    reduction.emit(recorder, source, dims, 4, op)
+    reduction.emit(recorder, source, dims, source.element_size(), op)
+    largest = recorder.begin(small, op, "temporary", "operator")
     infinite = recorder.begin(out.numel(), op, "temporary", "operator")
     recorder.end(infinite)
     recorder.end(largest)

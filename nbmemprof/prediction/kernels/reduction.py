@@ -132,7 +132,7 @@ def install(torch: Any, rules: Any) -> None:
                 continue
             if name in ("max", "min") and overload in ("other", "unary_out"):
                 continue
-            rules.after[op] = _Follow(torch, acc)
+            rules.after[op] = _Follow(torch, 0 if name in ("max", "min") and overload == "default" else acc)
 
 
 class _Follow:
@@ -146,14 +146,18 @@ class _Follow:
         if not isinstance(source, self.torch.Tensor) or source.device.type != "cuda":
             return
         first = out[0] if isinstance(out, tuple) else out
+        whole = self.acc is None and not source.is_floating_point() and not source.is_complex() and source.dtype != first.dtype
+        cast = recorder.begin(source.numel() * first.element_size(), func._schema.name, "temporary", "operator") if whole else None  # truth values are widened first
         emit(recorder, source, _dims(func, args, kwargs, source.dim()), self._bytes(source, first), func._schema.name)
+        if cast is not None:
+            recorder.end(cast)
 
     def _bytes(self, source: Any, out: Any) -> int:
         size = source.element_size()
         if self.acc is None:
             return 8 if not out.is_floating_point() or size == 8 else 8 if out.is_complex() else 4
         if self.acc == 0:
-            return max(4, size) if source.is_floating_point() else size
+            return size
         if self.acc == -1:
             return 16
         return self.acc
