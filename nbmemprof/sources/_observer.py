@@ -22,10 +22,10 @@ from nbmemprof import tags
 from nbmemprof.sources import _caches, _owners, _routing
 from nbmemprof.sources._stacks import Layers
 
-__all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "Observer"]
+__all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "ZERO_GRAD", "Observer"]
 
-PHASES = (None, "forward", "backward", "recompute", "optimizer")
-NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
+PHASES = (None, "forward", "backward", "recompute", "optimizer", "zero_grad")
+NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, ZERO_GRAD = range(6)
 _MOST = 1 << 21  # records that are kept; older ones are let go
 _FIRST_STEPS, _EVERY = 3, 32  # steps whose gradients are noted one by one
 _MOST_CALLS = 200_000  # of experts
@@ -77,6 +77,7 @@ class Observer:
         self.spent_ns = 0
         self.faults: dict[str, int] = {}
         self._name = 0
+        self._ranges: list[str | None] = []  # names around the ranges of NVTX that are open
         self._group = 0
         self._backward = -1  # group of the backward under way
         self._seen: dict[tuple[int | None, int], tuple[str, str | None]] = {}
@@ -114,6 +115,10 @@ class Observer:
         self._patch(core, "_remove_obj_from_tls", self._removing)
         if self.note is not None:
             self._patch(core, "_cuda_setMemoryMetadata", self._users_note)
+        for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
+            self._patch(owner, "zero_grad", self._zeroing)
+        for name, make in (("range_push", self._pushing), ("range_pop", self._popping)):
+            self._patch(sys.modules.get("torch.cuda.nvtx"), name, make)
         for name in ("torch.nn.modules.module", "torch._dynamo.eval_frame"):
             self._patch(sys.modules.get(name), "_has_any_global_hook", lambda _: self._others_hook)
         self._meet_compiler()
@@ -520,7 +525,48 @@ class Observer:
         except Exception as error:
             self._guard(error)
 
+    def _zeroing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``zero_grad`` of optimizers and modules is a phase of its own."""
+        compiling = self._is_compiling
+
+        @functools.wraps(original)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or not self._open:
+                return original(owner, *args, **kwargs)
+            here = self._meet()
+            if here.stack or here.phase != NONE:  # within a step or a forward it is part of that
+                return original(owner, *args, **kwargs)
+            try:
+                self._move(here, ZERO_GRAD)
+                return original(owner, *args, **kwargs)
+            finally:
+                if here.phase == ZERO_GRAD:
+                    self._move(here, NONE)
+
+        return zero_grad
+
     # ------------------------------------------------------------------ what the user says
+    def _pushing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A range of NVTX is a named phase."""
+
+        @functools.wraps(original)
+        def range_push(msg: Any) -> Any:
+            result = original(msg)
+            self._ranges.append(self.named_phase(str(msg)))
+            return result
+
+        return range_push
+
+    def _popping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def range_pop() -> Any:
+            result = original()
+            if self._ranges:
+                self.named_phase(self._ranges.pop())
+            return result
+
+        return range_pop
+
     def named_phase(self, name: str | None) -> str | None:
         """``mp.phase`` begins or ends."""
         before = self.names[self._name]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import polars as pl
 
 from nbmemprof import schema
-from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, RECOMPUTE, Observer
+from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, RECOMPUTE, ZERO_GRAD, Observer
 
 __all__ = ["Log", "Placed", "bare_events", "contexts", "marks", "owners", "place", "tables"]
 
@@ -67,6 +67,8 @@ def _loss(phase: Ints, grad: Ints) -> Ints:
     """What lies between a forward and the backward that follows belongs to the forward: the loss."""
     made, state, start = phase.copy(), False, -1
     for at, (here, on) in enumerate(zip(phase.tolist(), grad.tolist(), strict=True)):
+        if here == ZERO_GRAD:  # it may stand between a forward and its backward
+            continue
         if here == FORWARD:
             if on and not state:
                 state, start = True, at
@@ -289,7 +291,9 @@ def marks(log: Log, placed: Placed, seen: pl.DataFrame, start_us: float, end_us:
     ends = np.array([log.times_us[at - log.first] - start_us for at in log.ends() if log.first <= at < log.first + len(log.times_us)])
     ends = ends[(ends >= 0) & (ends <= end_us - start_us)]
     names = pl.Series([f"step {i}" for i in range(len(ends))], dtype=pl.String)
-    steps = schema.fill("marks", {"time_us": pl.Series(np.concatenate([[0.0], ends[:-1]]) if len(ends) else ends), "end_us": pl.Series(ends), "kind": "step", "name": names}, len(ends))
+    before = np.searchsorted(placed.clock_us, ends + start_us, side="right") - 1
+    seq = pl.Series([int(placed.seq[at]) if at >= 0 else None for at in before.tolist()], dtype=pl.Int64)
+    steps = schema.fill("marks", {"seq": seq, "time_us": pl.Series(np.concatenate([[0.0], ends[:-1]]) if len(ends) else ends), "end_us": pl.Series(ends), "kind": "step", "name": names}, len(ends))
     return pl.concat([part for part in (phases, steps) if part.height <= _MOST_MARKS] or [phases.clear()])
 
 

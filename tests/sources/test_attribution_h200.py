@@ -115,6 +115,15 @@ def test_phases_and_steps_are_marks() -> None:
     assert (marks.filter(pl.col("kind") != "cell")["end_us"] >= marks.filter(pl.col("kind") != "cell")["time_us"]).all()
 
 
+def test_marks_of_steps_stand_at_their_last_event() -> None:
+    made = capture("gpt2_fp32")
+    steps = made.marks.filter(pl.col("kind").cast(pl.String) == "step").sort("time_us")
+    contexts = made.tables["contexts"]
+    for number, seq in enumerate(steps["seq"]):
+        assert contexts.filter(pl.col("seq") <= seq)["step"].max() == number
+        assert contexts.filter(pl.col("seq") > seq)["step"].min() == number + 1
+
+
 def test_the_pool_of_a_cuda_graph_is_named() -> None:
     found = by_category("graphed", "peak")
     assert found["cuda_graph"] == 234881096

@@ -146,6 +146,36 @@ def test_a_tag_and_a_named_phase_are_what_the_user_says() -> None:
     assert list(tags.tagged()) == []
 
 
+def test_ranges_of_nvtx_are_named_phases_and_zero_grad_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
+    before, zero = (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop), (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CudaLike() as run:
+        torch.cuda.nvtx.range_push("outer")
+        one = torch.zeros(1000)
+        torch.cuda.nvtx.range_push("inner")
+        two = torch.zeros(2000)
+        torch.cuda.nvtx.range_pop()
+        three = torch.zeros(3000)
+        torch.cuda.nvtx.range_pop()
+        loss = model(torch.randn(8, 64)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    named = dict(run.capture.allocations.filter(pl.col("requested_bytes").is_in([4000, 8000, 12000])).select("requested_bytes", pl.col("phase").cast(pl.String)).iter_rows())
+    assert named == {4000: "outer", 8000: "inner", 12000: "outer"}
+    assert said == ["outer", "inner", "pop", "pop"]
+    phases = run.capture.tables["contexts"]["phase"].cast(pl.String)
+    assert {"forward", "backward", "zero_grad"} <= set(phases.drop_nulls())
+    assert by_category(run.capture)["activations"] > 0  # the zero_grad between loss and backward has not cut them apart
+    assert (torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop) == before and (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad) == zero
+    del one, two, three
+
+
 def test_a_wrong_category_is_refused_with_those_that_exist() -> None:
     with pytest.raises(mp.NbmemprofError, match="weights, gradients"):
         mp.tag(torch.zeros(1), "kvcache")
