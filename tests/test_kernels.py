@@ -13,14 +13,14 @@ from nbmemprof.gpu import _loader
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100)
 MACROS = {
-    "bandwidth": [{"WIDTH": width, "UNROLL": unroll, "STREAM": stream} for width in (4, 8, 16) for unroll, stream in ((1, 1), (8, 0))],
+    "bandwidth": [{"WIDTH": 4, "UNROLL": 8, "STREAM": 1}, {"WIDTH": 8, "UNROLL": 1, "STREAM": 0}, {"WIDTH": 16, "UNROLL": 2, "STREAM": 1}],
     "bank_conflicts": [{"WIDTH": 8}, {"WIDTH": 16}],
     "latency": [{"CACHED": 0}],
 }
 NAMES = re.compile(r'extern "C" __global__ void (\w+)\(')
 
 
-@pytest.mark.cost(0.2)
+@pytest.mark.cost(0.17)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", _loader.names())
 def test_device_code_compiles_without_a_warning_and_has_its_kernels(name, architecture):
@@ -39,14 +39,14 @@ def test_device_code_compiles_with_each_value_of_its_macros(name, macros):
     assert log == ""
 
 
-@pytest.mark.parametrize("name", _loader.names())
-def test_device_code_stands_alone_and_begins_with_its_launch_contract(name):
-    text = _loader.source(name)
-    head = "".join(line for line in text.split("\n\n")[0].splitlines(keepends=True))
-    assert head.startswith("// ")
-    assert "Launch:" in head
-    assert "#include" not in text
-    assert NAMES.findall(text)
+def test_device_code_stands_alone_and_begins_with_its_launch_contract():
+    for name in _loader.names():
+        text = _loader.source(name)
+        head = text.split("\n\n")[0]
+        assert head.startswith("// "), name
+        assert "Launch:" in head, name
+        assert "#include" not in text, name
+        assert NAMES.findall(text), name
 
 
 @pytest.mark.parametrize("kind", ["float", "double"])

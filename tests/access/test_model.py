@@ -31,9 +31,10 @@ def test_worked_examples(example: Example):
         assert made.conflicts == example.count - example.ideal
 
 
-@pytest.mark.parametrize("example", patterns.COUNTED, ids=lambda e: f"{e.pattern.space} {e.name}")
-def test_what_an_h200_counted_for_patterns_chosen_by_hand(example: Example):
-    assert count(access(example.pattern)) == example.count
+def test_what_an_h200_counted_for_patterns_chosen_by_hand():
+    modelled = {(e.pattern.space, e.name): count(access(e.pattern)) for e in patterns.COUNTED}
+    assert modelled == {(e.pattern.space, e.name): e.count for e in patterns.COUNTED}
+    assert len(modelled) == 43
 
 
 def test_a_broadcast_needs_one_sector_though_its_lanes_would_fill_four():
@@ -48,8 +49,8 @@ SHARED = patterns.patterns(("shared load", "shared store"))
 
 
 @given(GLOBAL)
-@settings(max_examples=150, deadline=None)
-@pytest.mark.cost(0.4)
+@settings(max_examples=70, deadline=None)
+@pytest.mark.cost(0.3)
 def test_sectors_hold_all_bytes_and_no_more_than_one_a_lane(pattern):
     made = access(pattern)
     touched = {(p + k) // 32 for p in pattern.places if p is not None for k in range(pattern.width)}
@@ -60,8 +61,8 @@ def test_sectors_hold_all_bytes_and_no_more_than_one_a_lane(pattern):
 
 
 @given(SHARED)
-@settings(max_examples=150, deadline=None)
-@pytest.mark.cost(0.4)
+@settings(max_examples=70, deadline=None)
+@pytest.mark.cost(0.3)
 def test_wavefronts_move_every_word_and_never_two_of_a_bank_at_once(pattern):
     made = access(pattern)
     assert made.ideal_wavefronts <= made.wavefronts <= sum(phase.wavefronts for phase in made.phases)
@@ -76,23 +77,23 @@ def test_wavefronts_move_every_word_and_never_two_of_a_bank_at_once(pattern):
 
 
 @given(ANY, st.integers(0, 200))
-@settings(max_examples=100, deadline=None)
-@pytest.mark.cost(0.4)
+@settings(max_examples=70, deadline=None)
+@pytest.mark.cost(0.3)
 def test_moving_all_lanes_by_whole_lines_changes_nothing(pattern, lines):
     moved = pattern._replace(places=tuple(None if p is None else p + 128 * lines for p in pattern.places))
     assert count(access(moved)) == count(access(pattern))
 
 
 @given(GLOBAL, st.permutations(range(32)))
-@settings(max_examples=100, deadline=None)
-@pytest.mark.cost(0.4)
+@settings(max_examples=70, deadline=None)
+@pytest.mark.cost(0.3)
 def test_which_lane_wants_which_address_does_not_matter_in_global_memory(pattern, order):
     assert access(pattern._replace(places=tuple(pattern.places[i] for i in order))).sectors == access(pattern).sectors
 
 
 @given(ANY, st.integers(0, 31))
-@settings(max_examples=100, deadline=None)
-@pytest.mark.cost(0.4)
+@settings(max_examples=70, deadline=None)
+@pytest.mark.cost(0.3)
 def test_a_lane_that_is_switched_off_costs_nothing_in_global_memory_or_narrow_shared_accesses(pattern, lane):
     fewer = pattern._replace(places=tuple(None if i == lane else p for i, p in enumerate(pattern.places)))
     assert count(access(fewer)) <= count(access(pattern))
