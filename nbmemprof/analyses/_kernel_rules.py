@@ -82,10 +82,8 @@ def _worst(lines: pl.DataFrame, space: str, operation: str, unit: str) -> list[d
 def _pattern(actual: float, ideal: float, what: str, verb: str, line: Row) -> tuple[str, str]:
     """What is known of the addresses, and what to do."""
     beside = f"Let neighbouring threads {verb} neighbouring words: swap the indices, put arrays of structures into one array a field, or go through shared memory."
-    stride, width = line.get("stride"), line.get("width_bytes")
-    if stride not in (None, "1"):
-        unit = "words" if width == 4 else f"elements of {width} bytes"
-        return f"threads {verb} with stride {stride} {unit}", beside
+    if line.get("stride") not in (None, "1"):
+        return f"threads {verb} with stride {_stride(line)}", beside
     if 0 < actual - ideal <= 1.01 and ideal >= 2:
         return f"threads {verb} side by side but begin off the 32-byte grid", "Begin at a multiple of 32 bytes: pad the row or shift the index."
     if actual > 31:
@@ -94,6 +92,12 @@ def _pattern(actual: float, ideal: float, what: str, verb: str, line: Row) -> tu
     if abs(times - round(times)) < 0.05:
         return f"as where threads {verb} every {_ordinal(round(times))} element", beside
     return f"threads {verb} scattered words", beside
+
+
+def _stride(line: Row) -> str:
+    width = line["width_bytes"]
+    unit = "words" if width == 4 else f"elements of {width} bytes"
+    return f"{line['stride']} {unit}"
 
 
 def _narrow(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
@@ -122,7 +126,8 @@ def _conflicts(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
     for line in worst:
         each, least = line["wavefronts"] / line["instructions"], line["ideal_wavefronts"] / line["instructions"]
         code = f" in “{line['text']}”" if line["text"] else ""
-        yield Said("bank_conflicts", f"{_number(each / least)}-way bank conflicts{code}: {_number(each)} wavefronts where {_number(least)} would do", action, "shared", line["line"])
+        apart = f"; threads {'read' if what == 'load' else 'write'} with stride {_stride(line)}" if line.get("stride") not in (None, "1") else ""
+        yield Said("bank_conflicts", f"{_number(each / least)}-way bank conflicts{code}: {_number(each)} wavefronts where {_number(least)} would do{apart}", action, "shared", line["line"])
     if not worst:
         yield Said("bank_conflicts", f"its shared-memory {what}s run into {_number(ways)}-way bank conflicts", action, "shared")
 

@@ -111,18 +111,28 @@ def _accesses(source: str, line: int, operation: str) -> Iterator[tuple[str, str
     """``name[index]`` of a line that are read (or written), and whether a member is taken of them."""
     text = _line(source, line)
     for match in re.finditer(r"\b(\w+)\s*\[", text):
-        end, depth = match.end(), 1
-        while end < len(text) and depth:
-            depth += {"[": 1, "]": -1}.get(text[end], 0)
-            end += 1
-        after = text[end:].lstrip()
-        if after.startswith("["):
-            continue  # of an array of two dimensions the first index alone says nothing
+        end = _closing(text, match.end())
+        index, after = text[match.end() : end - 1], text[end:].lstrip()
+        if after.startswith("["):  # an array of two dimensions: rows of the declared length
+            pitch = re.search(rf"\b{match.group(1)}\s*\[[^\]]*\]\s*\[([^\]]+)\]\s*;", source)
+            close = _closing(after, 1)
+            if pitch is None or after[close:].lstrip().startswith("["):
+                continue
+            index, after = f"({index}) * ({pitch.group(1)}) + ({after[1 : close - 1]})", after[close:].lstrip()
         member = re.match(r"\.\w+", after)
         rest = after[member.end() :].lstrip() if member else after
         plain, updated = re.match(r"=(?!=)", rest) is not None, re.match(r"[-+*/^|&]=", rest) is not None
         if (plain or updated) if operation == "store" else not plain:
-            yield match.group(1), text[match.end() : end - 1], member is not None
+            yield match.group(1), index, member is not None
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the bracket that was opened before ``at`` is closed: the place after it."""
+    depth = 1
+    while at < len(text) and depth:
+        depth += {"[": 1, "]": -1}.get(text[at], 0)
+        at += 1
+    return at
 
 
 def _element_bytes(source: str, name: str) -> int | None:

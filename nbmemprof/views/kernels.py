@@ -93,13 +93,13 @@ def line_table(capture: Capture, rows: int) -> Table | None:
     if frame.is_empty():
         return None
     cut = f" ({rows} of {format_count(frame.height)})" if frame.height > rows else ""
-    head = ["kernel", "line", "code", "access", "a warp", "would do", "excess"]
+    head = ["kernel", "line", "code", "access", "stride", "a warp", "would do", "excess"]
     cells = []
     for row in frame.head(rows).iter_rows(named=True):
         unit = "wavefronts" if row["space"] == "shared" else "sectors"
         each, least = ((row[name] or 0) / max(row["instructions"], 1) for name in (unit, f"ideal_{unit}"))
         access = f"{row['space']} {row['operation']}, {row['width_bytes']} B"
-        cells.append([short(row["name"]), str(row["line"]), row["text"] or "–", access, f"{each:.1f} {unit}", f"{least:.1f}", format_count(row["excess"])])
+        cells.append([short(row["name"]), str(row["line"]), row["text"] or "–", access, row["stride"] or "–", f"{each:.1f} {unit}", f"{least:.1f}", format_count(row["excess"])])
     return f"Source lines that touch more than they need{cut}", head, cells
 
 

@@ -188,9 +188,9 @@ def test_a_line_of_another_kernel_is_not_blamed():
 
 
 def test_conflicts_on_a_line_tell_their_ways():
-    line = line_row(space="shared", sectors=0, ideal_sectors=0, wavefronts=3200, ideal_wavefronts=100, stride=None, text="sum += part[t * 32];")
+    line = line_row(space="shared", sectors=0, ideal_sectors=0, wavefronts=3200, ideal_wavefronts=100, text="sum += part[t * 32];")
     finding = kernel_findings(capture(CONFLICTS, lines=[line])).filter(pl.col("rule") == "bank_conflicts").row(0, named=True)
-    assert finding["finding"] == "k0 line 12: 32-way bank conflicts in “sum += part[t * 32];”: 32 wavefronts where 1 would do."
+    assert finding["finding"] == "k0 line 12: 32-way bank conflicts in “sum += part[t * 32];”: 32 wavefronts where 1 would do; threads read with stride 32 words."
 
 
 @pytest.mark.parametrize(

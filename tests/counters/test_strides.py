@@ -27,7 +27,11 @@ extern "C" __global__ void many(const float* x, float* y, const Particle* p, con
     y[i] = x[other(i)];
     y[i] = x[i / 2];
     y[i] = x[unknown + i];
-    y[i] = tile[threadIdx.x][i];
+    __shared__ float tile[32][WIDTH];
+    __shared__ float padded[32][WIDTH / 2 + 1];
+    y[i] = tile[threadIdx.x][3];
+    y[i] = padded[threadIdx.x][3];
+    y[i] = other[threadIdx.x][i];
 }
 """
 BLOCK = (256, 1, 1)
@@ -61,7 +65,7 @@ def test_simple_arithmetic_is_worked_out(text, operation, each, stride):
         ("x[other(i)]", "load", 32),
         ("x[i / 2]", "load", 2),  # not one stride
         ("x[unknown + i]", "load", 4),
-        ("tile[threadIdx.x][i]", "load", 4),
+        ("other[threadIdx.x][i]", "load", 4),
         ("x[i * 32]", "load", 7),  # the text is not what was counted
     ],
 )
@@ -72,6 +76,11 @@ def test_what_the_text_does_not_tell_is_not_told(text, operation, each):
 def test_a_stride_in_shared_memory_has_to_give_the_counted_wavefronts():
     assert told("part[threadIdx.x * WIDTH]", "load", 32, space="shared") == "64"
     assert told("part[threadIdx.x * WIDTH]", "load", 1, space="shared") is None
+
+
+def test_two_dimensions_are_rows_of_the_declared_length():
+    assert told("tile[threadIdx.x][3]", "load", 32, space="shared") == "64"
+    assert told("padded[threadIdx.x][3]", "load", 1, space="shared") == "33"
 
 
 def test_lanes_that_run_over_two_rows_of_threads_have_no_single_stride():

@@ -38,7 +38,7 @@ def test_the_table_has_the_longest_kernel_first_and_says_what_is_cut():
 def test_lines_stand_beside_their_code():
     _, head, rows = kernels.line_table(told(), 5)
     assert dict(zip(head, rows[0], strict=True)) == {
-        "kernel": "k0", "line": "12", "code": "y[i] = x[i * 32];", "access": "global load, 4 B", "a warp": "32.0 sectors", "would do": "4.0", "excess": "2\u202f800",
+        "kernel": "k0", "line": "12", "code": "y[i] = x[i * 32];", "access": "global load, 4 B", "stride": "32", "a warp": "32.0 sectors", "would do": "4.0", "excess": "2\u202f800",
     }  # fmt: skip
 
 
