@@ -18,6 +18,7 @@ _NARROW_BYTES = 64  # a warp's access: 32 lanes of 2 bytes
 _BUSY = 0.7  # of the ceiling: then narrow accesses are no matter
 _STALLED = 4.0  # warps waiting for memory each time one instruction is issued
 _FULL = (32.0, 64.0, 128.0, 256.0, 512.0)  # bytes of a request of 32 lanes, each as wide
+_CODE = 72  # characters of a line that are told
 _LINES = 3  # lines of one kernel that get a sentence each
 
 Row = Mapping[str, Any]
@@ -51,8 +52,7 @@ def _scattered(what: str, verb: str) -> Rule:
         for line in _worst(lines, "global", what, "sectors"):
             each, least = line["sectors"] / line["instructions"], line["ideal_sectors"] / line["instructions"]
             pattern, action = _pattern(each, least, what, verb, line)
-            code = f" in “{line['text']}”" if line["text"] else ""
-            yield Said(name, f"{_number(each)} sectors where {_number(least)} would do{code}; {pattern}", action, fault, line["line"])
+            yield Said(name, f"{_number(each)} sectors where {_number(least)} would do{_code(line)}; {pattern}", action, fault, line["line"])
             found = True
         if not found:
             pattern, action = _pattern(actual, ideal, what, verb, {})
@@ -94,6 +94,11 @@ def _pattern(actual: float, ideal: float, what: str, verb: str, line: Row) -> tu
     return f"threads {verb} scattered words", beside
 
 
+def _code(line: Row) -> str:
+    text = line["text"] or ""
+    return f" in “{text if len(text) <= _CODE else text[: _CODE - 1] + '…'}”" if text else ""
+
+
 def _stride(line: Row) -> str:
     width = line["width_bytes"]
     unit = "words" if width == 4 else f"elements of {width} bytes"
@@ -125,9 +130,9 @@ def _conflicts(row: Row, lines: pl.DataFrame) -> Iterator[Said]:
     worst = _worst(lines, "shared", what, "wavefronts")
     for line in worst:
         each, least = line["wavefronts"] / line["instructions"], line["ideal_wavefronts"] / line["instructions"]
-        code = f" in “{line['text']}”" if line["text"] else ""
+        counts = f": {_number(each)} wavefronts where {_number(least)} would do" if least >= 1 else ""  # less than one: most of its warps are switched off
         apart = f"; threads {'read' if what == 'load' else 'write'} with stride {_stride(line)}" if line.get("stride") not in (None, "1") else ""
-        yield Said("bank_conflicts", f"{_number(each / least)}-way bank conflicts{code}: {_number(each)} wavefronts where {_number(least)} would do{apart}", action, "shared", line["line"])
+        yield Said("bank_conflicts", f"{_number(each / least)}-way bank conflicts{_code(line)}{counts}{apart}", action, "shared", line["line"])
     if not worst:
         yield Said("bank_conflicts", f"its shared-memory {what}s run into {_number(ways)}-way bank conflicts", action, "shared")
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nbmemprof.gpu import _structs
@@ -24,7 +25,7 @@ _PLAIN = {307, 442, 477, 478}  # cuLaunchKernel, _ptsz, cuLaunchCooperativeKerne
 _CONFIGURED = {652, 653}  # cuLaunchKernelEx, _ptsz
 _GRAPHS = {514, 515}  # cuGraphLaunch, _ptsz
 _ENTER = 0
-_OURS = __file__.rpartition("_launches")[0]
+_OURS = str(Path(__file__).parents[1])
 _DEPTH = 48
 
 Frame = tuple[Any, int]  # code object, line

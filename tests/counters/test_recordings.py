@@ -9,7 +9,9 @@ import polars as pl
 import pytest
 from counters.recorded import DETERMINISTIC, capture_of, compared, predictions
 
+from nbmemprof.analyses._kernel_rules import short
 from nbmemprof.analyses.kernel_findings import kernel_findings
+from nbmemprof.analyses.kernel_lines import kernel_lines
 from nbmemprof.analyses.kernels import kernels
 from nbmemprof.gpu import _ceilings
 
@@ -91,6 +93,28 @@ def test_the_time_that_mending_gives_is_the_mended_kernels(slow, fast):
     times = json.loads((RECORDED / "diagnose.json").read_text())["events_us"]
     promised = found.filter(pl.col("call") == slow)["predicted_us"][0]
     assert promised == pytest.approx(times[fast][len(times[fast]) // 2], rel=0.15)
+
+
+def test_by_ncu_the_lines_at_fault_are_told_with_their_strides():
+    capture = capture_of(RECORDED / "lines.json")
+    capture.meta["ceilings"] = _ceilings.of("NVIDIA H200")
+    told = {short(row["name"]): row["finding"] for row in kernel_findings(capture).filter(pl.col("line").is_not_null()).iter_rows(named=True)}
+    assert told["transpose_naive"].startswith("transpose_naive line 12: 32 sectors where 4 would do in “for (int j = 0;")
+    assert told["transpose_naive"].endswith("threads write with stride n words.")
+    assert told["transpose_tiled"].startswith("transpose_tiled line 28: 32-way bank conflicts in “out[(long long)(y + j) * n + x] = tile")
+    assert told["reduce_strided"].startswith("reduce_strided line 17: 3.9-way bank conflicts in “if (at < blockDim.x) part[at] += part[at + s];”")
+    assert told["structures"].startswith("structures line 50: 16 sectors where 4 would do")
+
+
+def test_lines_of_a_kernel_add_up_to_its_counters():
+    capture = capture_of(RECORDED / "lines.json")
+    loads = pl.col("operation") == "load"
+    lines = kernel_lines(capture).group_by("kernel_id").agg(
+        load_sectors=pl.col("sectors").filter(loads & (pl.col("space") == "global")).sum().cast(pl.Float64),
+        shared_load_wavefronts=pl.col("wavefronts").filter(loads & (pl.col("space") == "shared")).sum().cast(pl.Float64),
+    ).sort("kernel_id")  # fmt: skip
+    whole = kernels(capture).select("kernel_id", "load_sectors", "shared_load_wavefronts")
+    assert lines.equals(whole)
 
 
 # ---------------------------------------------------------------------- promises
