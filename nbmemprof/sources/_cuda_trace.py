@@ -87,6 +87,10 @@ class Stacks:
         """Ids of the stacks that pass through a file."""
         return [number for content, number in self._ids.items() if any(name.endswith(place) for name, _, _ in content)]
 
+    def ending_in(self, place: str) -> list[int]:
+        """Ids of the stacks whose innermost Python frame is in a file."""
+        return [number for content, number in self._ids.items() if content and content[0][0].endswith(place)]
+
     def frame(self, used: pl.Series) -> pl.DataFrame:
         """The table of the stacks with these ids; files of notebook cells are named ``In[7]``, and a stack begins with its cell."""
         wanted = set(used.drop_nulls().unique().to_list())

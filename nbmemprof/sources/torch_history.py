@@ -407,7 +407,15 @@ class _Assembly:
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
         found = {"contexts": seen, "owners": pl.concat([_placing.owners(self.log, placed, since=self.since.record), self._workspaces(events)]), "marks": pl.concat([marks, spans])}
-        return found | _placing.tables(self.log, placed, self.since.record)
+        return found | _placing.tables(self.log, placed, self.since.record) | {"hints": self._buckets(events)}
+
+    def _buckets(self, events: pl.DataFrame) -> pl.DataFrame:
+        """What DistributedDataParallel itself asks for: its buckets, into which gradients are copied to be sent.
+
+        Where gradients are views of the buckets (``gradient_as_bucket_view``) their owners are found, and they are gradients.
+        """
+        mine = events.filter((pl.col("action").cast(pl.String) == "alloc") & pl.col("stack_id").is_in(self.ring.stacks.ending_in("torch/nn/parallel/distributed.py")))
+        return schema.fill("hints", {"alloc_seq": mine["seq"], "category": "framework", "evidence": "stack", "op": "DDP bucket"}, mine.height)
 
     def _workspaces(self, events: pl.DataFrame) -> pl.DataFrame:
         """Workspaces of cuBLAS that earlier recordings of this process saw made, if they are still there."""
@@ -455,7 +463,7 @@ class _Assembly:
                 "time_us": max(peak.clock_us - start, 0.0) if peak.clock_us is not None else None, "seq": peak.seq, "snapshot_id": PEAK_ID if peak.blocks is not None else None,
             }  # fmt: skip
             if peak.blocks is not None:
-                pictures.append(peak.blocks)
+                pictures.append(self._named(peak.blocks, device, peak.clock_us))
         made.meta["peaks"] = peaks
         covered = [(w.samples["time_us"].min(), w.samples["time_us"].max()) for w in older if w.samples.height]
         kept_from = made.tables["events"]["time_us"].min() if made.tables["events"].height else self.end_us - start
@@ -464,9 +472,24 @@ class _Assembly:
         totals = pl.concat([no_totals(), *(w.totals for w in older)])
         return {
             "samples": pl.concat([*thin, made.tables["samples"]]).filter(pl.col("time_us") >= 0).sort("time_us", maintain_order=True),
-            "blocks": pl.concat([*pictures, made.tables["blocks"]]),
+            "blocks": pl.concat([*pictures, made.tables["blocks"]], how="diagonal"),
             "thinned": totals.group_by("device", "stack_id").agg(pl.col("count").sum(), pl.col("requested_bytes").sum()),
         }
+
+    def _named(self, blocks: pl.DataFrame, device: int, clock_us: float | None) -> pl.DataFrame:
+        """Blocks of a peak whose events are gone, with the category of what was found at their addresses before it and again after it.
+
+        Weights, state and buffers stay where they are; what came and went in between (activations) stays unknown.
+        """
+        if self.log is None or clock_us is None:
+            return blocks
+        names = ("addr", "category", "evidence", "layer")
+        rows = [(addr, category, evidence, layer, clock / 1e3 <= clock_us) for _, clock, where, addr, category, evidence, layer, _ in self.log.owners if where == device]
+        seen = pl.DataFrame(rows, schema=dict.fromkeys(names, pl.String) | {"addr": pl.UInt64, "before": pl.Boolean}, orient="row").unique()
+        both = seen.group_by(names).agg(pl.col("before").n_unique().alias("sides")).filter(pl.col("sides") == 2)
+        stays = both.unique("addr", keep="none").drop("sides")  # an address that was two things tells nothing
+        dtypes = schema.dtypes("allocations")
+        return blocks.join(stays, on="addr", how="left", maintain_order="left").with_columns(pl.col(n).cast(dtypes[n]) for n in names[1:])
 
     def _compare_with_rest(self, made: Capture, best: dict[int, Peak]) -> None:
         """Let the events that are kept whole take part: their peak has its place among them."""

@@ -94,13 +94,15 @@ def keep(out: Path, name: str, start: Any, begin_us: float) -> dict[str, Any]:
             frame["filename"] = "lib/site-packages/" + place.rpartition("/site-packages/")[2] if "/site-packages/" in place else Path(place).name
     snapshot["device_traces"] = snapshot["device_traces"][:1]
     plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in vars(log).items()}
+    plain["caches"] = [(record, clock, tuple(shape), padded) for record, clock, shape, padded in log.caches]
+    plain["routing"] = [tuple(call) for call in log.routing]
     entries = snapshot["device_traces"][0]
     raw = {"start": start, "end": end, "snapshot": snapshot, "log": plain, "noted": observer.noted, "begin_us": begin_us, "faults": observer.faults}
     (out / f"{name}.raw.gz").write_bytes(gzip.compress(pickle.dumps(raw, protocol=4), 9, mtime=0))
     return {"faults": observer.faults, "calls": observer.calls, "observer_ms": observer.spent_ns / 1e6, "noted": observer.noted, "owners": len(observer.owners), "entry": sorted(entries[0]) if entries else [], "with_note": sum(bool(e.get("user_metadata")) for e in entries), "entries": len(entries), "snapshot": sorted(snapshot)}
 
 
-def record(out: Path, name: str, work: Callable[[], Any], truth: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def record(out: Path, name: str, work: Callable[[], Any], truth: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
     import nbmemprof as mp
 
     start: Any = None
@@ -111,7 +113,7 @@ def record(out: Path, name: str, work: Callable[[], Any], truth: Callable[[], di
         start = torch._C._cuda_memoryStats(0)
     begin_us = time.time() * 1e6
     found: dict[str, Any] = {}
-    with mp.record(source="torch_history" if ON_GPU else "torch_cpu", title=name) as rec:
+    with mp.record(source="torch_history" if ON_GPU else "torch_cpu", title=name, **options) as rec:
         held = work()
         if ON_GPU:
             torch.cuda.synchronize()
@@ -134,7 +136,7 @@ def gpt2(layers: int | None = None, **more: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(n_layer=layers or small(12, 2), **({} if ON_GPU else tiny), **more)).to(DEVICE)
 
 
-def train(out: Path, name: str, build: Callable[[], tuple[Any, Any, Callable[[], Any], list[Any]]], *, steps: int = 2, micro: int = 1, zero: bool = True, before: int = 0) -> dict[str, Any]:
+def train(out: Path, name: str, build: Callable[[], tuple[Any, Any, Callable[[], Any], list[Any]]], *, steps: int = 2, micro: int = 1, zero: bool = True, before: int = 0, **options: Any) -> dict[str, Any]:
     """Model, optimizer and inputs made within the window, or before it with some steps; ``forward`` gives the loss."""
     made: dict[str, Any] = {}
     if before:
@@ -161,9 +163,22 @@ def train(out: Path, name: str, build: Callable[[], tuple[Any, Any, Callable[[],
         parameters = list(model.parameters())
         grads = [p.grad for p in parameters if p.grad is not None]
         told = {"weights": bytes_of(parameters), "gradients": bytes_of(grads), "optimizer_state": bytes_of(state_tensors(optimizer)), "buffers": bytes_of(model.buffers()), "inputs": bytes_of(inputs)}
-        return told | {"saved": saved_bytes(forward, [*parameters, *inputs, *model.buffers()])}
+        told |= {"saved": saved_bytes(forward, [*parameters, *inputs, *model.buffers()])}
+        return told | ({"experts": routed(model, forward)} if options.get("experts") else {})
 
-    return record(out, name, work, truth)
+    return record(out, name, work, truth, **options)
+
+
+def routed(model: Any, forward: Callable[[], Any]) -> list[list[int]]:
+    """Tokens of each expert of each layer, as the routers choose in a forward."""
+    chosen: list[list[int]] = []
+    layers = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    hooks = [m.register_forward_pre_hook(lambda m, args: chosen.append(torch.bincount(args[1].reshape(-1), minlength=m.num_experts).tolist())) for m in layers]
+    with torch.no_grad():
+        forward()
+    for hook in hooks:
+        hook.remove()
+    return chosen
 
 
 def _gpt2(*, batch: int, autocast: bool = False, checkpointed: bool = False) -> tuple[Any, Any, Callable[[], Any], list[Any]]:
@@ -298,7 +313,7 @@ def mixtral_small(out: Path) -> dict[str, Any]:
         tokens = torch.randint(0, small(32000, 500), (small(4, 2), small(1024, 32)), device=DEVICE)
         return model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss, [tokens]
 
-    return train(out, "mixtral_small", build, steps=1)
+    return train(out, "mixtral_small", build, steps=1, experts=True)
 
 
 @stage
