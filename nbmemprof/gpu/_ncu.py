@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ __all__ = ["command", "find", "profile"]
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _PAYLOAD_BYTES = 1 << 30
 _LOCKED = "ERR_NVGPUCTRPERM"
+_PASSES = re.compile(r"(\d+) pass(?:es)?\s*$", re.MULTILINE)  # the end of each line about a kernel
 _NO_LINES = "no kernel tells its source lines: compile with line numbers, as cupy.RawKernel(code, name, options=('-lineinfo',)); kernels of libraries have none"
 
 
@@ -95,7 +97,7 @@ def profile(target: Callable[..., Any] | str | Path, args: tuple[Any, ...], *, m
             made[kernel_lines.TABLE] = _ncu_pages.lines(_run([*page, "source", "--print-source", "cuda,sass"], timeout_s), launches, place)
     warnings = [_NO_LINES] if lines and made[kernel_lines.TABLE].is_empty() else []
     told: dict[str, Any] = {
-        "how": "ncu", "chip": None, "passes": None, "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
+        "how": "ncu", "chip": None, "passes": max(map(int, _PASSES.findall(said)), default=None), "kernels": len(rows), "not_counted": 0, "lacking": [], "setup_s": None, "counted_s": ran_s, "total_s": time.perf_counter() - began,
         "gpu_s": sum(row.get(COUNTERS["duration"].metric, 0.0) for row in rows) / 1e9,
     }  # fmt: skip
     return Capture.build(made, source="counters", origin="measured", device=device, versions={}, warnings=warnings, counters=told, ceilings=_ceilings.of(device or ""))

@@ -37,10 +37,11 @@ def headline(capture: Capture) -> str:
     took, count = float(frame["duration_us"].sum() or 0.0), frame.height
     parts = [f"{format_count(count)} kernel{'' if count == 1 else 's'} counted, {format_time_us(took)} on the GPU"]
     passes, seconds = told.get("passes"), told.get("total_s")
+    by = "by ncu in a child process" if told.get("how") == "ncu" else "by CUPTI, what it wrote put back in between"
     if passes:
-        parts.append(f"each run {passes} times by CUPTI, what it wrote put back in between")
+        parts.append(f"each run {passes} times {by}")
     elif told.get("how") == "ncu":
-        parts.append("by ncu in a child process")
+        parts.append(by)
     if seconds:
         parts.append(f"counting took {format_time_us(seconds * 1e6)}")
     parts.append(text.origin(capture.meta))

@@ -91,6 +91,7 @@ if "--import" in args:
     sys.stdout.write(pathlib.Path({str(RECORDED)!r}, "ncu_raw.csv" if args[args.index("--page") + 1] == "raw" else "ncu_source.csv").read_text())
 else:
     pathlib.Path(args[args.index("-o") + 1] + ".ncu-rep").write_text("report")
+    print('==PROF== Profiling "strided" - 0: 0%....50%....100% - 9 passes\\n==PROF== Profiling "even" - 1: 0%....100% - 33 passes\\n==PROF== Disconnected')
     pathlib.Path({{folder!r}}, "line.txt").write_text("\\n".join(args))
 """
 
@@ -104,6 +105,7 @@ def test_a_function_is_counted_in_a_child_with_its_lines(tmp_path, monkeypatch):
     ncu(tmp_path, monkeypatch, WORKS.replace("{folder!r}", repr(str(tmp_path))))
     counted = mp.counters(len, "ab", how="ncu")
     assert counted["name"].to_list() == ["strided", "even", "bank32"]
+    assert counted.passes == 33
     assert counted.lines.height
     assert kernel_findings(counted.capture)["line"][0] == 3
     line = (tmp_path / "line.txt").read_text().split("\n")
