@@ -268,7 +268,8 @@ def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | st
     history
         A folder of yours that the capture is added to, as Parquet; ``mp.open_run(folder)`` lists them, ``mp.diff`` compares them. None: nothing is written.
     options
-        ``as_device="H200:8GiB"`` puts CPU tensors on a modelled GPU (see :mod:`nbmemprof.sources.virtual`); others go to the source.
+        ``as_device="H200:8GiB"`` puts CPU tensors on a modelled GPU (see :mod:`nbmemprof.sources.virtual`); ``counters=True``
+        counts what every GPU kernel does with memory (see :mod:`nbmemprof.sources.counters`); others go to the source.
 
     Returns
     -------

@@ -93,6 +93,23 @@ def test_a_capture_with_counters_saves_and_reloads(shell, tmp_path):
     assert again._repr_mimebundle_() == capture._repr_mimebundle_()
 
 
+def test_a_recording_of_a_script_counts_too(fake):
+    with mp.record(counters=True) as recording:
+        fake.launch("strided")
+    assert recording.capture.kernels["name"].to_list() == ["strided"]
+    assert recording.capture.kernels["time_us"][0] > 0
+
+
+def test_windows_that_nest_count_in_the_outer_one_and_say_so_in_the_inner(fake):
+    with mp.record(counters=True) as outer:
+        with mp.record(counters=True) as inner:
+            fake.launch("strided")
+        fake.launch("strided")
+    assert inner.capture.kernels.height == 0
+    assert any("being counted in this process already" in warning for warning in inner.capture.meta["warnings"])
+    assert outer.capture.kernels.height == 2
+
+
 def test_the_frame_of_a_call_has_its_value_passes_and_findings(fake):
     def work(count):
         for _ in range(count):
