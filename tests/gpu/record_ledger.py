@@ -190,6 +190,104 @@ def generation(out: Path) -> dict[str, Any]:
     return {"generation": window(out, "generation", work)}
 
 
+# ---------------------------------------------------------------------- cases from the field
+def said(capture: Any) -> dict[str, Any]:
+    """What a capture's findings say, with the numbers that go with them."""
+    import nbmemprof as mp
+    from nbmemprof.views.findings import findings
+
+    row = mp.summary(capture).sort("peak_allocated_bytes", descending=True).row(0, named=True)
+    return {
+        "findings": findings(capture), "advise": [[r["rule"], r["finding"], r["action"]] for r in mp.advise(capture, replay=False).to_dicts()], "leaks": mp.leaks(capture).height,
+        "start": row["start_allocated_bytes"], "peak": row["peak_allocated_bytes"], "end": row["end_allocated_bytes"],
+        "at the end": [[r["category"], r["requested_bytes"]] for r in mp.breakdown(capture, at="end").to_dicts()],
+    }  # fmt: skip
+
+
+def adam() -> Any:
+    width = small(4096, 256)
+    net = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(8)]).to(DEVICE)
+    opt = torch.optim.Adam(net.parameters(), lr=1e-4)
+    for _ in range(3):
+        net(torch.randn(16, width, device=DEVICE)).square().mean().backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+    return net, opt
+
+
+def sines(x: Any, blocks: int = 1) -> Any:
+    for _ in range(4 * blocks):
+        x = x.sin()
+    return x
+
+
+def checkpointed(*, each: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.zeros(small(16 * MIB, MIB) // 4, device=DEVICE, requires_grad=True)
+    if each:
+        for _ in range(8):
+            x = checkpoint(sines, x, use_reentrant=False)
+    else:
+        x = checkpoint(sines, x, 8, use_reentrant=False)
+    x.sum().backward()
+
+
+@stage
+def cases(out: Path) -> dict[str, Any]:
+    """State of the first step, one checkpoint around everything and one a block, a loading cell run three times."""
+    from IPython.core.interactiveshell import InteractiveShell
+
+    import nbmemprof as mp
+
+    found: dict[str, Any] = {}
+    for name, work in (("first step", adam), ("one checkpoint", lambda: checkpointed(each=False)), ("one a block", lambda: checkpointed(each=True))):
+        with mp.record(title=name) as rec:
+            held = work()
+            sync()
+        found[name] = said(rec.capture)
+        del held
+        gc.collect()
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "nbmemprof")
+    shell.user_ns["DEVICE"], shell.user_ns["SIZE"] = DEVICE, small(512 * MIB, 4 * MIB)
+    shell.run_cell("import torch")
+    for turn in range(3):
+        shell.run_cell("%%memprof -q\nDATA = torch.empty(SIZE, dtype=torch.uint8, device=DEVICE)")
+        capture = shell.user_ns["_memprof"]
+        found[f"loading, run {turn + 1}"] = said(capture) | {"replaced": capture.meta.get("replaced")}
+    return found
+
+
+@stage
+def ddp(out: Path) -> dict[str, Any]:
+    """DistributedDataParallel of one rank: its buckets are named, and take what the gradients take."""
+    import torch.distributed as dist
+
+    import nbmemprof as mp
+
+    dist.init_process_group("nccl" if ON_GPU else "gloo", init_method="tcp://127.0.0.1:29532", rank=0, world_size=1)
+    found: dict[str, Any] = {}
+    for views in (False, True):
+        width = small(2048, 64)
+        with mp.record(source="torch_history" if ON_GPU else "torch_cpu", title="ddp") as rec:
+            net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)]).to(DEVICE)
+            model = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
+            for _ in range(3):
+                model(torch.randn(8, width, device=DEVICE)).square().mean().backward()
+            sync()
+        rows = rec.capture.allocations
+        buckets = rows.filter((rows["op"].cast(str) == "DDP bucket") & rows["free_seq"].is_null())
+        found[f"views={views}"] = {
+            "gradients": sum(p.grad.nbytes for p in net.parameters()), "buckets": int(buckets["requested_bytes"].sum()),
+            "bucket_categories": buckets["category"].cast(str).unique().to_list(), "end": [[r["category"], r["requested_bytes"]] for r in mp.breakdown(rec.capture, at="end").to_dicts()],
+        }  # fmt: skip
+        del model, net, rec
+        gc.collect()
+    dist.destroy_process_group()
+    return found
+
+
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
