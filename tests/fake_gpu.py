@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,14 @@ class FakeGpu:
     def wall(self, run: Callable[[], Any], repeats: int = 10) -> _device.Times:
         run()
         return _device.Times((5.0,) * repeats)
+
+    @contextmanager
+    def memory(self):
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
 
     def synchronize(self) -> None: ...
 

@@ -132,6 +132,15 @@ def test_probes_leave_nothing_behind():
     assert (gpu.held, gpu.locked) == ({}, [])
 
 
+def test_a_long_probe_tells_how_far_it_is_and_takes_memory_of_its_own():
+    gpu, heard = FakeGpu(), []
+    probes.run("bandwidth", gpu=gpu, size_bytes=MIB, told=heard.append)
+    assert heard[0] == "probe bandwidth: measuring on NVIDIA H200 …"
+    assert len(heard) == 1 + 18
+    assert heard[-1].endswith("geometries (18 of 18)")
+    assert gpu.inside is False
+
+
 def test_times_have_a_median_and_quartiles():
     times = _device.Times((5.0, 1.0, 9.0, 3.0, 7.0))
     assert (times.low_us, times.median_us, times.high_us) == (3.0, 5.0, 7.0)

@@ -6,7 +6,8 @@ import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,6 +68,7 @@ class Gpu(Protocol):
     def launch(self, file: str, kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0, **macros: int) -> None: ...
     def time(self, run: Callable[[], Any], repeats: int = 10) -> Times: ...
     def wall(self, run: Callable[[], Any], repeats: int = 10) -> Times: ...
+    def memory(self) -> AbstractContextManager[None]: ...
     def synchronize(self) -> None: ...
     def words(self, n: int) -> Any: ...
     def reals(self, n: int) -> Any: ...
@@ -114,6 +116,16 @@ class CupyGpu:
         self.clock_hz = self._attribute(13, 1e3)
         self.versions = {"cupy": cupy.__version__, "cuda_driver": str(runtime.driverGetVersion()), "cuda_runtime": str(runtime.runtimeGetVersion()), **_kernel_module()}
         self._warm = False
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Take what is allocated inside from a pool of its own, and give it back to the driver at the end: the user's pool stays as it was."""
+        pool = self.xp.cuda.MemoryPool()
+        try:
+            with self.xp.cuda.using_allocator(pool.malloc):
+                yield
+        finally:
+            pool.free_all_blocks()
 
     @property
     def free_bytes(self) -> int:
@@ -190,7 +202,8 @@ class CupyGpu:
         """Page-locked host memory."""
         import numpy as np
 
-        return np.frombuffer(self.xp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        cuda = self.xp.cuda  # not from CuPy's pool, which would keep it
+        return np.frombuffer(cuda.PinnedMemoryPointer(cuda.PinnedMemory(nbytes), 0), np.uint8, nbytes)
 
     def copy(self, target: Any, source: Any) -> None:
         """``cudaMemcpyAsync`` between host (NumPy) and device (CuPy), either way, or on the device."""

@@ -26,5 +26,7 @@ FLAGS = [
 def run(args: Namespace, shell: Any) -> Any:
     """Measure and return the frame, which draws itself; it is the cell's value."""
     from nbmemprof.gpu import probes
+    from nbmemprof.searching.progress import Line
 
-    return probes.run(args.name, recorded=args.recorded)
+    with Line() as line:
+        return probes.run(args.name, recorded=args.recorded, told=line.say)

@@ -6,11 +6,12 @@ beside ``verified``: the kernel's output, poisoned before, equalled its NumPy tw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nbmemprof.gpu._device import Gpu
 from nbmemprof.gpu.probes import _bandwidth, _banks, _coalescing, _latency, _transfers
-from nbmemprof.gpu.probes._frame import ProbeFrame, answer
+from nbmemprof.gpu.probes._frame import ProbeFrame, answer, telling
 
 __all__ = ["NAMES", "ProbeFrame", "allocators", "bandwidth", "bank_conflicts", "coalescing", "latency", "transfers", "unified_memory", "working_set"]
 
@@ -129,7 +130,8 @@ def unified_memory(*, size_bytes: int = _transfers.MOST_MANAGED, rounds: int = 3
     return answer("unified_memory", _transfers.UNIFIED_COLUMNS, lambda g: _transfers.measure_unified(g, size_bytes, rounds), recorded=recorded, gpu=gpu)
 
 
-def run(name: str, **options: Any) -> ProbeFrame:
-    """Run a probe by its name."""
-    found: ProbeFrame = {n: globals()[n] for n in NAMES}[name](**options)
+def run(name: str, *, told: Callable[[str], None] | None = None, **options: Any) -> ProbeFrame:
+    """Run a probe by its name; ``told`` hears how far it is."""
+    with telling(told or (lambda _: None)):
+        found: ProbeFrame = {n: globals()[n] for n in NAMES}[name](**options)
     return found

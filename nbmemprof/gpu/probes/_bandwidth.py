@@ -12,6 +12,7 @@ import polars as pl
 
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.gpu import _device, twins
+from nbmemprof.gpu.probes._frame import say
 
 __all__ = ["ARRAYS", "COLUMNS", "Geometry", "Kernels", "geometries", "measure", "search"]
 
@@ -118,8 +119,9 @@ def measure(gpu: _device.Gpu, size_bytes: int | None = None, widths: tuple[int, 
     """Measure; a row a kernel, width and form of launch."""
     kernels = Kernels(gpu, size_for(gpu, size_bytes))
     rows: list[dict[str, Any]] = []
-    for width, (what, arrays) in itertools.product(widths, ARRAYS.items()):
+    for number, (width, (what, arrays)) in enumerate(itertools.product(widths, ARRAYS.items())):
         tried = geometries(gpu, kernels.words * 4 // width)
+        say(f"probe bandwidth: {what}, {width} B a lane, {len(tried)} geometries ({number + 1} of {len(widths) * len(ARRAYS)})")
         for form, (geometry, times) in search(kernels, what, width, tried, repeats=repeats).items():
             moved = arrays * kernels.words * 4
             rows.append({

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,7 @@ import polars as pl
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.gpu import _device
 
-__all__ = ["ProbeFrame", "answer", "shipped", "to_json"]
+__all__ = ["ProbeFrame", "answer", "say", "shipped", "telling", "to_json"]
 
 _FOLDER = Path(__file__).parent / "recorded"
 Schema = Mapping[str, Any]
@@ -65,12 +67,34 @@ class ProbeFrame(pl.DataFrame):
         return bundle(self)
 
 
+_TOLD: ContextVar[Callable[[str], None] | None] = ContextVar("told", default=None)
+
+
+@contextmanager
+def telling(told: Callable[[str], None]) -> Iterator[None]:
+    """Say inside how far a long probe is."""
+    token = _TOLD.set(told)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+
+
+def say(text: str) -> None:
+    """Tell whoever listens."""
+    told = _TOLD.get()
+    if told is not None:
+        told(text)
+
+
 def answer(probe: str, schema: Schema, measure: Callable[[_device.Gpu], list[dict[str, Any]]], *, recorded: bool = False, gpu: _device.Gpu | None = None) -> ProbeFrame:
     """Measure on the GPU at hand; where there is none, or a recording is asked for, return the one that ships."""
     found = gpu or (None if recorded else _device.find())
     if found is None:
         return shipped(probe, schema)
-    rows = measure(found)
+    say(f"probe {probe}: measuring on {found.name} …")
+    with found.memory():
+        rows = measure(found)
     about = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "versions": dict(found.versions), "command": f"mp.probes.{probe}()"}
     return ProbeFrame.of(rows, schema, probe=probe, origin="measured", device=found.name, about=about)
 
