@@ -30,6 +30,7 @@ _NAMES = {
     "oom": "analyses.oom",
     "advise": "analyses.advise",
     "pools": "analyses.pools",
+    "holes": "analyses.holes",
     "stalls": "analyses.stalls",
     "replay": "allocator.replay",
     "what_if": "allocator.what_if",
@@ -105,6 +106,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.diff import diff as diff
     from nbmemprof.analyses.experts import experts as experts
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
+    from nbmemprof.analyses.holes import holes as holes
     from nbmemprof.analyses.kv_cache import kv_cache as kv_cache
     from nbmemprof.analyses.layers import layers as layers
     from nbmemprof.analyses.leaks import leaks as leaks

@@ -17,8 +17,9 @@ from nbmemprof.allocator._recording import Recording, recordings
 from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.allocator.rounding import ROUND_LARGE, divisions_of
 from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
 
-__all__ = ["Followed", "as_recorded", "recorded_settings"]
+__all__ = ["Followed", "as_recorded", "recorded_settings", "replayable"]
 
 _KEPT: weakref.WeakKeyDictionary[Capture, dict[tuple[Any, ...], list[Followed]]] = weakref.WeakKeyDictionary()
 
@@ -30,6 +31,22 @@ def as_recorded(capture: Capture, limit_bytes: int | None, capacity_bytes: int |
     if key not in kept:
         kept[key] = [_follow(r, limit_bytes, capacity_bytes, torch) for r in recordings(capture)]
     return kept[key]
+
+
+def replayable(capture: Capture, limit_bytes: int | None, capacity_bytes: int | None, torch: str | None) -> list[Followed]:
+    """As :func:`as_recorded`, for who needs something to replay.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no trace of a CUDA device.
+    """
+    followed = as_recorded(capture, limit_bytes, capacity_bytes, torch)
+    if not followed:
+        raise NbmemprofError(
+            "Nothing to replay: the capture has no events of a CUDA device. Record with %%memprof on a GPU, or load a snapshot that has device_traces."
+        )
+    return followed
 
 
 def recorded_settings(meta: Mapping[str, Any], torch: str | None) -> tuple[Settings, list[str]]:

@@ -10,12 +10,11 @@ import polars as pl
 from nbmemprof import schema
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._assemble import tables_of
-from nbmemprof.allocator._infer import Followed, as_recorded
+from nbmemprof.allocator._infer import Followed, as_recorded, replayable
 from nbmemprof.allocator._model import Model
 from nbmemprof.allocator._serve import Requests, serve
 from nbmemprof.allocator.conf import parse
 from nbmemprof.capture import Capture
-from nbmemprof.errors import NbmemprofError
 from nbmemprof.units import format_bytes, format_count, parse_bytes
 
 __all__ = ["replay", "verdict"]
@@ -67,11 +66,7 @@ def replay(
         There is no trace of a CUDA device, or torch would refuse the configuration.
     """
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
-    followed = as_recorded(capture, limit, capacity, torch)
-    if not followed:
-        raise NbmemprofError(
-            "Nothing to replay: the capture has no events of a CUDA device. Record with %%memprof on a GPU, or load a snapshot that has device_traces."
-        )
+    followed = replayable(capture, limit, capacity, torch)
     judged = _verdict(followed)
     meta = {k: v for k, v in capture.meta.items() if k not in ("counters", "recording", "peaks")} | {"origin": "replayed", "verdict": judged}
     if conf is None and judged["exact"]:

@@ -10,12 +10,11 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.allocator import _memory as M
-from nbmemprof.allocator._infer import Followed, as_recorded
+from nbmemprof.allocator._infer import Followed, replayable
 from nbmemprof.allocator._serve import Requests, serve
 from nbmemprof.allocator.conf import Settings, parse
 from nbmemprof.allocator.replay import _bytes, _limit
 from nbmemprof.capture import Capture
-from nbmemprof.errors import NbmemprofError
 
 __all__ = ["CONFS", "what_if"]
 
@@ -67,11 +66,7 @@ def what_if(
         There is no trace of a CUDA device, or torch would refuse a configuration.
     """
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
-    followed = as_recorded(capture, None, None, torch)
-    if not followed:
-        raise NbmemprofError(
-            "Nothing to replay: the capture has no events of a CUDA device. Record with %%memprof on a GPU, or load a snapshot that has device_traces."
-        )
+    followed = replayable(capture, None, None, torch)
     rows: list[dict[str, Any]] = []
     workers = max(1, min(8, os.cpu_count() or 1))
     with ThreadPoolExecutor(workers) as pool:

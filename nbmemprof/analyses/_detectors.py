@@ -16,7 +16,7 @@ from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.analyses._lists import free_lists, is_private, nominal_bytes
 from nbmemprof.analyses._pinning import NOWHERE, pinning
 from nbmemprof.analyses._sites import site_of_stacks
-from nbmemprof.analyses._trials import recorded_settings
+from nbmemprof.analyses._trials import inferred_limits, recorded_settings
 from nbmemprof.analyses.oom import explained
 from nbmemprof.analyses.stalls import ALLOC, CALLS, DONE, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, codes_of, stalls
 from nbmemprof.capture import Capture
@@ -51,6 +51,7 @@ class Seen:
     """What the detectors share, looked up once."""
 
     capture: Capture
+    replayed: bool = False  # whether what a replay infers may be asked
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -83,9 +84,11 @@ class Seen:
         return any(curve.key[2] == "device" for curve in heap.curves(self.capture))
 
     def limit(self, device: int | None) -> int | None:
-        """Torch's own limit, where it is told."""
+        """Torch's own limit, where it is told, or where a replay shows one."""
         value = self.capture.meta.get("limit_bytes")
         value = value.get(str(device)) if isinstance(value, dict) else value
+        if value is None and self.replayed:
+            value = next((limit for of, limit in inferred_limits(self.capture).items() if device in (None, of)), None)
         return int(value) if isinstance(value, (int, float)) else None
 
 
@@ -171,8 +174,8 @@ def collection_that_never_runs(seen: Seen) -> Iterator[Finding]:
         )
     elif seen.limit(None) is None and not isinstance(seen.capture.meta.get("limit_bytes"), dict) and seen.settings.per_process_memory_fraction in (None, 1.0):
         from_file = seen.capture.meta.get("source") == "torch_snapshot"
-        if from_file and (seen.capture.tables["events"]["action"] == "oom").any():
-            return  # a limit may have refused it
+        if from_file and seen.capture.tables["events"]["action"].cast(pl.String).is_in(["oom", "segment_free"]).any():
+            return  # a limit may have refused it, or the collector given it back
         yield Finding(
             "collection_that_never_runs",
             f"garbage_collection_threshold:{threshold:g} never runs without a memory limit" + (", and this file tells of none." if from_file else "."),
@@ -238,6 +241,28 @@ def late_frees(seen: Seen) -> Iterator[Finding]:
                 "Synchronize that stream before large requests, or catch the error and ask once more.",
                 0, row["rank"], row["device"],
             )  # fmt: skip
+
+
+def scattered(seen: Seen) -> Iterator[Finding]:
+    """A refusal with enough free memory in pieces: what classic segments can't move, expandable ones give back page by page."""
+    refusals = seen.capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
+    if refusals.is_empty() or seen.settings.expandable_segments:
+        return
+    for row in explained(seen.capture, refusals.head(_REFUSALS), {}).iter_rows(named=True):
+        asked, free, largest, pieces = (row[n] for n in ("requested_bytes", "free_bytes_in_list", "largest_free_bytes", "free_blocks"))
+        if not row["fits_if_adjacent"] or largest is None or largest >= asked or asked <= rounding.SMALL_SIZE:
+            continue
+        where = f" at {row['site']}" if row["site"] else ""
+        page = seen.settings.large_segment_size
+        whole = max(0, free // page - 2 * pieces) * page  # each piece loses less than two pages at its ends
+        yield Finding(
+            "scattered",
+            f"Fragmentation refused the request for {format_bytes(asked)}{where}: {format_bytes(free)} lay free in {pieces} pieces, the largest {format_bytes(largest)}.",
+            f"Classic segments keep a piece where it is. In expandable ones whole free pages of {format_bytes(page)} serve elsewhere"
+            + (f": at least {format_bytes(whole)} of this." if whole else "."),
+            f"Set {_CONF}=expandable_segments:True before torch is imported (not replayed yet: mp.what_if(cap) tells whether it serves the request), or make what stays before the large temporaries.",
+            0, row["rank"], row["device"],
+        )  # fmt: skip
 
 
 def _after_a_late_free(capture: Capture) -> pl.DataFrame:
@@ -338,5 +363,5 @@ def _times(count: int) -> str:
 
 
 DETECTORS: tuple[Detector, ...] = (
-    fenced_holes, late_frees, private_pools, ignored_settings, collection_that_never_runs, limit_flushes, survivors, device_calls,
+    scattered, fenced_holes, late_frees, private_pools, ignored_settings, collection_that_never_runs, limit_flushes, survivors, device_calls,
 )  # fmt: skip

@@ -22,6 +22,7 @@ _SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 _WORTH = 0.01  # share of the peak reserved that a setting must save to be proposed
 _MIB = 1 << 20
+_SEVERAL = 2  # refusals from which a setting that has fewer is worth a line; a single one has its own
 _LINES = 3  # lines that get a pool's advice
 _CALLS = 20  # device calls below which a pool is not worth a line
 
@@ -44,7 +45,10 @@ def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
     null: not to be told); ``origin``: ``replayed`` for what other settings would have done, else that of the capture.
     """
     seen = Seen(capture)
+    seen.replayed = replay and seen.is_cuda and trials(capture).why_not is None
     found = [one for detector in (*DETECTORS, *USAGE) for one in detector(seen)]
+    if seen.replayed:  # the replay says for certain what would have served a request
+        found = [one for one in found if one.rule != "scattered"]
     if replay and seen.is_cuda:
         found = [*_refused(capture), *found, *_settings(trials(capture)), *_pools(capture)]
     rows = [
@@ -84,6 +88,7 @@ def _settings(tried: Trials) -> Iterator[Finding]:
     for (rank, device), (recorded, others) in tried.rows.items():
         if not others:
             continue
+        yield from _fewer(rank, device, recorded, others)
         base_low, base_high = recorded["peak_reserved_low_bytes"], recorded["peak_reserved_high_bytes"]
         fair = [row for row in others if row["ooms_high"] == 0 or row["ooms_high"] <= recorded["ooms"]]
         best = min(fair, key=lambda row: (row["peak_reserved_high_bytes"], row["conf"]), default=None)
@@ -106,6 +111,21 @@ def _settings(tried: Trials) -> Iterator[Finding]:
             f"Set PYTORCH_CUDA_ALLOC_CONF={best['conf']} before torch is imported." if best["conf"] else "Unset PYTORCH_CUDA_ALLOC_CONF.",
             int(low), rank, device, "replayed",
         )  # fmt: skip
+
+
+def _fewer(rank: int | None, device: int | None, recorded: dict[str, Any], others: list[dict[str, Any]]) -> Iterator[Finding]:
+    """The setting that refuses least, where several requests were refused."""
+    best = min((row for row in others if row["ooms_high"] < recorded["ooms"]), key=lambda row: (row["ooms_high"], row["peak_reserved_high_bytes"]), default=None)
+    if best is None or recorded["ooms"] < _SEVERAL:
+        return
+    low, high, conf = best["ooms"], best["ooms_high"], best["conf"] or "torch's defaults"
+    count = f"{low}" if low == high else f"{low} to {high}"
+    yield Finding(
+        "refusals", f"{conf} would have refused {'none' if high == 0 else count} of the requests, instead of {recorded['ooms']}.",
+        "The same requests replayed under it; what was refused when it was recorded is asked again and given back at once.",
+        f"Set PYTORCH_CUDA_ALLOC_CONF={best['conf']} before torch is imported." if best["conf"] else "Unset PYTORCH_CUDA_ALLOC_CONF.",
+        0, rank, device, "replayed",
+    )  # fmt: skip
 
 
 def _pools(capture: Capture) -> Iterator[Finding]:

@@ -189,6 +189,6 @@ def _reason(seen: dict[str, Any], own: pl.DataFrame, others: pl.DataFrame, nomin
     elsewhere = int(others["free_bytes"].sum())
     if elsewhere >= asked:
         parts.append(f"{say(elsewhere)} lie free in lists of other streams or sizes")
-    if seen["reserved_bytes"] and seen["live_bytes"] >= 0.97 * seen["reserved_bytes"]:
+    if free < asked and seen["reserved_bytes"] and seen["live_bytes"] >= 0.97 * seen["reserved_bytes"]:
         parts.append(f"{say(seen['live_bytes'])} of {say(seen['reserved_bytes'])} reserved are in use: it is truly full")
     return f"{say(asked)} asked for: " + "; ".join(parts) + "."

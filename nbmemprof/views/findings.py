@@ -9,6 +9,7 @@ import polars as pl
 
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count
+from nbmemprof.views import replayed
 from nbmemprof.views._facts import Device, Facts, facts
 from nbmemprof.views.svg import middle
 
@@ -153,7 +154,26 @@ def _proven(known: Facts, device: Device) -> list[str]:
         small = pl.col("saving_bytes") < max(_MIN_GAP, (device.number("peak_reserved_bytes") or 0) // 20)
         slow = pl.col("rule") == "device_calls"
         rows = rows.filter(~(pl.col("rule").is_in(["survivors", "private_pools"]) & small), ~slow | pl.lit(_stalled(known, device)))
-    return [f"{row['finding']} {row['action']}" for row in rows.head(_ADVICE).iter_rows(named=True)]
+    if rows.height:
+        leaking = known.of(known.ask("leaks"), device)["site"].drop_nulls().to_list() if known.ask("leaks").height else []
+        told = pl.any_horizontal(pl.lit(value=False), *(pl.col("finding").str.contains(site, literal=True) for site in leaking))
+        rows = rows.filter(~((pl.col("rule") == "survivors") & told)).sort(pl.col("rule") != "scattered", maintain_order=True)  # a growing line has its sentence
+    return [f"{row['finding']} {_answered(known, device, row)}" for row in rows.head(_ADVICE).iter_rows(named=True)]
+
+
+def _answered(known: Facts, device: Device, row: dict[str, Any]) -> str:
+    """What to do; where the replay is there by now, what it says of the setting."""
+    judged = replayed.known(known.capture)
+    if row["rule"] != "scattered" or judged is None or judged.frame is None:
+        return str(row["action"])
+    here = judged.frame.filter(pl.col("device").eq_missing(pl.lit(device.device, dtype=pl.Int64)), pl.col("rank").eq_missing(pl.lit(device.rank, dtype=pl.Int64)))
+    now, other = here.filter("recorded"), here.filter(pl.col("conf") == "expandable_segments:True")
+    if not now.height or not other.height:
+        return str(row["action"])
+    before, after = now["ooms"][0], other["ooms_high"][0]
+    if after >= before:
+        return "expandable_segments:True would have refused as much (replayed); make what stays before the large temporaries."
+    return f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported: it refuses {format_count(after)} of the requests instead of {format_count(before)} (replayed)."
 
 
 def _stalled(known: Facts, device: Device) -> bool:

@@ -116,7 +116,7 @@ def lines(capture: Capture) -> list[str]:
         return []
     judged = known(capture)
     if judged is None:
-        return ["Allocator: not replayed."]
+        return ["Allocator: not replayed: a first view doesn't wait for it. mp.what_if(cap) has the answer, in a notebook %memprof what-if."]
     said = [f"Allocator: {judged.text}."]
     if judged.frame is not None:
         said += [best for best in [_best(judged.frame)] if best]

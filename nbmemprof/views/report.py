@@ -33,6 +33,8 @@ _TITLES = {
     "oom": "Out of memory",
     "lifetimes": "How long memory lived",
     "fragmentation": "Free memory inside what torch reserved",
+    "holes": "How the holes in it came about",
+    "pools": "Lines that ask for memory again and again, and what a pool of their own would save",
 }
 _EMPTY = {
     "breakdown": "There are no allocations to sort.",
@@ -41,6 +43,8 @@ _EMPTY = {
     "oom": "There was no out-of-memory error.",
     "lifetimes": "No allocation was recorded, so there are no lifetimes.",
     "fragmentation": "There are no free lists: this source has no segments.",
+    "holes": "No segment has free memory between blocks in use.",
+    "pools": "No allocation was recorded.",
 }
 
 

@@ -139,17 +139,17 @@ def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str],
     when = "at the peak" if device.number("peak_allocated_bytes") is not None else "at the end"
     made = [("Numbers", ["what", "value"], _numbers(known, device))]
     if device.breakdown.height:
-        made.append(_table(f"What held memory {when}", device.breakdown, {
+        made.append(table(f"What held memory {when}", device.breakdown, {
             "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "evidence": "known by", "origin": "origin",
         }, top + 4))  # fmt: skip
     if device.sites.height and device.sites["site"].drop_nulls().len():
-        made.append(_table(f"Lines that held most {when}", device.sites, {
+        made.append(table(f"Lines that held most {when}", device.sites, {
             "site": "line", "function": "function", "size_bytes": "size", "requested_bytes": "requested", "count": "blocks", "end_bytes": "at the end",
         }, top))  # fmt: skip
     for name, title, columns in _FURTHER:
         frame = known.of(known.ask(name), device)
         if frame.height and (name != "fragmentation" or frame["free_bytes"].sum()):
-            made.append(_table(title, frame, columns, top))
+            made.append(table(title, frame, columns, top))
     return made
 
 
@@ -167,7 +167,8 @@ _FURTHER = (
 )  # fmt: skip
 
 
-def _table(title: str, frame: pl.DataFrame, columns: dict[str, str], top: int) -> tuple[str, list[str], list[list[str]]]:
+def table(title: str, frame: pl.DataFrame, columns: dict[str, str], top: int) -> tuple[str, list[str], list[list[str]]]:
+    """Return title, head and rows of some columns of a frame; the title says "N of M" where rows were cut."""
     names = [n for n in columns if n in frame.columns and frame[n].null_count() < frame.height]
     rows = [[cell(n, v) for n, v in zip(names, row, strict=True)] for row in frame.head(top).select(names).iter_rows()]
     cut = f" ({top} of {format_count(frame.height)})" if frame.height > top else ""

@@ -243,3 +243,39 @@ def test_one_private_pool_a_graph():
     assert private["pool_id"].n_unique() == expected["private_pools"]
     assert (private["size_bytes"].sum(), private["allocated_bytes"].sum()) == (expected["private_reserved"], expected["private_allocated"])
     assert verdict(capture)["exact"]
+
+
+@pytest.mark.cost(0.5)
+def test_the_first_paint_of_case_13_names_fragmentation_and_the_setting_and_the_replay_confirms_it():
+    """No replay has run: the numbers and the advice are there at once, marked as not replayed; later the replayed setting stands in its place."""
+    from nbmemprof.views import first, replayed
+
+    capture, _ = case("checkerboard")
+    for kind, text in first.bundle(capture).items():
+        assert "Fragmentation refused the request for 256 MiB" in text, kind
+        assert "1 GiB lay free in 16 pieces, the largest 64 MiB" in text
+        assert "expandable_segments:True" in text
+        assert "not replayed yet" in text
+    replayed.judge(capture)
+    later = first.bundle(capture)["text/plain"]
+    assert "it refuses 0 of the requests instead of 1 (replayed)" in later
+    assert "not replayed" not in later
+    advice = mp.advise(capture)
+    served = advice.filter(advice["rule"] == "refused").row(0, named=True)
+    assert (served["origin"], "with expandable_segments:True" in served["finding"]) == ("replayed", True)
+    assert "scattered" not in advice["rule"].to_list()
+    (story,) = mp.holes(capture)["story"].unique()
+    assert "17 were freed and 16 blocks (1 GiB) stay" in story
+    assert "1 GiB lie in 16 holes" in story
+
+
+def test_the_first_paint_of_case_16_names_the_private_pools_of_its_graphs():
+    from nbmemprof.views import first
+
+    capture, found = case("graph_pools")
+    expected = found["expected"]
+    text = first.bundle(capture)["text/plain"]
+    assert f"{expected['private_pools']} private pools of CUDA graphs reserve" in text
+    assert "960 MiB" in text or "private pools" in text
+    assert "Share one pool: torch.cuda.graph(g, pool=first.pool()), and capture the largest batch first." in text
+    assert "allocated: each keeps its own free memory, which empty_cache() does not return" in text

@@ -52,8 +52,8 @@ def kernel(monkeypatch):
 def test_first_paint_says_not_replayed_and_the_same_output_has_the_verdict(tight, kernel):
     first.show(tight)
     (before, options, _), (after, update, main) = kernel
-    assert "Allocator: not replayed." in before["text/plain"]
-    assert "Allocator: not replayed." in before["text/html"]
+    assert "Allocator: not replayed: a first view" in before["text/plain"]
+    assert "Allocator: not replayed: a first view" in before["text/html"]
     assert "replayed exactly: the rules give all 8\N{NARROW NO-BREAK SPACE}071 recorded events" in after["text/plain"].replace("\N{NO-BREAK SPACE}", "\N{NARROW NO-BREAK SPACE}")
     assert "not replayed" not in after["text/html"]
     assert update == {"raw": True, "display_id": options["display_id"], "update": True}
