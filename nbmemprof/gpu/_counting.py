@@ -85,7 +85,7 @@ class Counting:
             cupti = self._cupti = self._cupti or _cupti.open_library()
             context.synchronize()
             cupti.call("cuptiProfilerInitialize")
-            self._names = LaunchNames(cupti, self.max_kernels, self._enough)
+            self._names = LaunchNames(cupti, context.handle, self.max_kernels, self._enough)
             self._names.start()
             self._session = RangeSession(cupti, context.handle, context.device, self._known(cupti, context), self.max_kernels)
             self._session.start()
@@ -169,13 +169,18 @@ def _matched(names: LaunchNames, counted: int, dropped: int, room: int) -> tuple
     if len(graphs) == 1 and counted >= len(launches):  # the one graph launched what is too many
         launches[graphs[0] : graphs[0] + 1] = [launches[graphs[0]]] * (counted - len(launches) + 1)
         warnings.append("what a CUDA graph launched has no names and may be told as one kernel: it is called 'graph'. Count the code without the graph to tell its kernels apart")
-    left_out = max(len(launches) - counted, dropped)
+    left_out, full = max(len(launches) - counted, dropped), counted >= room
+    mixed_up = bool(left_out) and not full and not graphs
     if left_out:
-        why = f"there was room for {counted} kernels. Give max_kernels=, or count a smaller part" if counted >= room or not graphs else "CUPTI can't count one of the CUDA graphs, and stopped there. Count the code without the graph"
+        why = (
+            f"there was room for {counted} kernels. Give max_kernels=, or count a smaller part" if full
+            else "CUPTI can't count one of the CUDA graphs, and stopped there. Count the code without the graph" if graphs
+            else "a launch that fails, or that is captured into a CUDA graph, is no kernel. Count after the graph is made"
+        )  # fmt: skip
         warnings.append(f"{left_out} of {counted + left_out} launches were not counted: {why}")
     if names.refused is not None:
         warnings.append(f"kernels have no names and no lines: {names.refused}")
-    elif len(graphs) > 1 or len(launches) < counted:
+    elif len(graphs) > 1 or len(launches) < counted or mixed_up:
         warnings.append(f"kernels have no names: {len(names.launches)} launches, {len(graphs)} of them of CUDA graphs, started {counted} kernels, and which is whose can't be told")
     else:
         return launches[:counted], left_out, warnings

@@ -91,12 +91,15 @@ class LaunchNames:
 
     Parameters
     ----------
+    context
+        ``CUcontext`` whose launches are noted; None notes those of all devices.
     limit, on_limit
         Before launch number ``limit`` (from 0) ``on_limit`` is called, inside the launch.
     """
 
-    def __init__(self, cupti: Cupti, limit: int | None = None, on_limit: Callable[[], None] | None = None) -> None:
+    def __init__(self, cupti: Cupti, context: int | None = None, limit: int | None = None, on_limit: Callable[[], None] | None = None) -> None:
         self.cupti, self.launches = cupti, list[Launch]()
+        self._context = context
         self._limit, self._on_limit = limit, on_limit
         self.refused: CuptiRefused | None = None
         self._handle = ctypes.c_void_p()
@@ -128,7 +131,7 @@ class LaunchNames:
     def _launched(self, user: Any, domain: int, cbid: int, data: int) -> None:
         try:
             told = ctypes.cast(data, ctypes.POINTER(_structs.LaunchData)).contents
-            if told.site == _ENTER:
+            if told.site == _ENTER and self._context in (None, told.context):
                 if len(self.launches) == self._limit and self._on_limit is not None:
                     self._on_limit()
                 self.launches.append(_read(cbid, told))

@@ -120,7 +120,7 @@ class FakeCupti:
         number._obj.value = 130001
 
     # ------------------------------------------------------------------ the GPU
-    def launch(self, name: str, grid: tuple[int, int, int] = (1, 1, 1), block: tuple[int, int, int] = (32, 1, 1), *, kernels: int = 1, cbid: int = 307) -> None:
+    def launch(self, name: str, grid: tuple[int, int, int] = (1, 1, 1), block: tuple[int, int, int] = (32, 1, 1), *, kernels: int = 1, cbid: int = 307, context: int = 1) -> None:
         """Start a kernel (or a graph of several, by its callback id) as the driver would."""
         if self.callback is not None:
             if cbid in (652, 653):
@@ -128,11 +128,11 @@ class FakeCupti:
                 params: Any = ctypes.pointer(config)
             else:
                 params = _structs.LaunchParams(function=1, grid=grid, block=block, shared_bytes=0, stream=None)
-            data = _structs.LaunchData(site=0, params=ctypes.cast(ctypes.pointer(params), ctypes.c_void_p), symbol=name.encode())
+            data = _structs.LaunchData(site=0, params=ctypes.cast(ctypes.pointer(params), ctypes.c_void_p), symbol=name.encode(), context=context)
             for site in (0, 1):
                 data.site = site
                 self.callback(None, 1, cbid, ctypes.addressof(data))
-        self.counted += kernels if self.counting else 0
+        self.counted += kernels if self.counting and context == 1 else 0
 
 
 class FakeDriver:

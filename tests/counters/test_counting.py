@@ -141,6 +141,21 @@ def test_a_graph_that_can_not_be_counted_ends_the_counting_and_is_told():
     assert "2 of 3 launches were not counted: CUPTI can't count one of the CUDA graphs, and stopped there" in capture.meta["warnings"][0]
 
 
+def test_kernels_of_another_gpu_are_neither_counted_nor_named():
+    fake = FakeCupti([{DURATION: 1.0}])
+    capture = counted(fake, lambda: [fake.launch("there", context=2), fake.launch("here")])
+    assert capture.kernels["name"].to_list() == ["here"]
+    assert capture.meta["warnings"] == []
+
+
+def test_a_launch_that_is_no_kernel_leaves_all_without_names():
+    """Which of the launches was captured into a graph can't be told, so none gets a name that may be another's."""
+    fake = FakeCupti([{DURATION: 1.0}])
+    capture = counted(fake, lambda: [fake.launch("captured", kernels=0), fake.launch("ran")])
+    assert capture.kernels["name"].to_list() == [None]
+    assert any("Count after the graph is made" in warning for warning in capture.meta["warnings"])
+
+
 def test_with_two_graphs_no_kernel_gets_a_name_that_may_be_anothers():
     fake = FakeCupti([{DURATION: 1.0}] * 4)
     capture = counted(fake, lambda: [fake.launch("", kernels=2, cbid=514) for _ in range(2)])
