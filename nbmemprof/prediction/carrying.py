@@ -92,7 +92,7 @@ def _dump(cloudpickle: Any, namespace: dict[str, Any], wanted: dict[str, Any]) -
 def _tensor(torch: Any, tensor: Any, shadows: Any = None) -> Any:
     """How a tensor is made again."""
     fake = torch._subclasses.fake_tensor.FakeTensor
-    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, fake, torch.nn.Buffer):
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, fake, getattr(torch.nn, "Buffer", fake)):
         raise TypeError(f"a tensor of type {type(tensor).__name__} with layout {tensor.layout} can't be carried over")
     storage = tensor.untyped_storage()
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import composites, kernels, legal, patches
+from nbmemprof.prediction import composites, habits, kernels, legal, patches
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.memory import Memory
 from nbmemprof.prediction.recorder import Record, recorder_class
@@ -48,6 +48,7 @@ class Session:
             self.where = where
             where.index_of = self.recorder.index_of
             stack.enter_context(self.recorder)
+            stack.enter_context(habits.kept(torch, self))
         except BaseException:
             stack.close()
             raise

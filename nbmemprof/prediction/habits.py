@@ -15,6 +15,7 @@ from typing import Any
 from nbmemprof import _optional
 from nbmemprof.prediction import asking, habit_operators, keeping
 from nbmemprof.prediction.patches import Changes
+from nbmemprof.prediction.shadows import _NAME as VALUE
 
 __all__ = ["COMPILED", "kept"]
 
@@ -26,10 +27,11 @@ _GRAPHED = "a CUDA graph was run as plain code: its private pool is not predicte
 @contextlib.contextmanager
 def kept(torch: Any, session: Any) -> Iterator[None]:
     """Let the habits work while the block runs; ``session`` is the fake session that is open."""
-    changes = Changes()
+    changes = session.changes = Changes()
+    session.compiled = False
     with contextlib.ExitStack() as stack:
         stack.callback(changes.undo)
-        for habit in (_arrays, _text, _loaders, _placing, _optimizers, _seeds, _graphs, _legacy, _sharing, _distributions, _bars, keeping.checkpoints, asking.memory):
+        for habit in (_arrays, _copies, _text, _loaders, _placing, _optimizers, _seeds, _graphs, _legacy, _sharing, _distributions, _bars, keeping.checkpoints, asking.memory):
             habit(torch, session, changes)
         habit_operators.install(torch, session)
         stack.enter_context(_compilers(torch, session, changes))
@@ -56,6 +58,28 @@ def _arrays(torch: Any, session: Any, changes: Changes) -> None:
             return plain(value.detach().clone())
 
     changes.put(torch.Tensor, "numpy", numpy)
+
+
+def _copies(torch: Any, session: Any, changes: Changes) -> None:
+    """``copy.deepcopy``: the value beside a fake is no part of it; what is real stays real."""
+    fake, shadows, plain = torch._subclasses.fake_tensor.FakeTensor, session.recorder.shadows, torch.Tensor.__deepcopy__
+
+    def deep(self: Any, memo: Any) -> Any:
+        if not isinstance(self, fake):
+            with shadows._outside():
+                return plain(self, memo)
+        value = self.__dict__.pop(VALUE, None)
+        try:
+            made = plain(self, memo)
+        finally:
+            if value is not None:
+                shadows.put(self, value)
+        if value is not None:
+            with shadows._outside():
+                shadows.put(made, value.clone())
+        return made
+
+    changes.put(torch.Tensor, "__deepcopy__", deep)
 
 
 def _text(torch: Any, _session: Any, changes: Changes) -> None:
@@ -226,10 +250,12 @@ def _compilers(torch: Any, session: Any, changes: Changes) -> Iterator[None]:
 
     def compiled(model: Any = None, **options: Any) -> Any:
         session.record.assume(COMPILED)
+        session.compiled = True
         return plain(model, **options)
 
     def method(self: Any, *args: Any, **options: Any) -> None:
         session.record.assume(COMPILED)
+        session.compiled = True
         plain_method(self, *args, **options)
 
     changes.put(torch, "compile", compiled)

@@ -15,7 +15,7 @@ from typing import Any
 from nbmemprof import _optional
 from nbmemprof.prediction.catalogue import GPU
 
-__all__ = ["Changes", "patched"]
+__all__ = ["Changes", "patched", "when_imported"]
 
 _MISSING = object()
 
@@ -203,10 +203,10 @@ def _fakes(torch: Any, changes: Changes) -> None:
     changes.put(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, fake])
     changes.put(torch.nn.Module, "_apply", _apply(torch))
     changes.put(fake, "data_ptr", lambda self: self.untyped_storage()._cdata + self.storage_offset() * self.element_size())  # one number for one place
-    _when_imported("transformers.utils.import_utils", changes, lambda module: changes.put(module, "is_fake_tensor", lambda _tensor: False) if hasattr(module, "is_fake_tensor") else None)
+    when_imported("transformers.utils.import_utils", changes, lambda module: changes.put(module, "is_fake_tensor", lambda _tensor: False) if hasattr(module, "is_fake_tensor") else None)
 
 
-def _when_imported(name: str, changes: Changes, change: Callable[[Any], None]) -> None:
+def when_imported(name: str, changes: Changes, change: Callable[[Any], None]) -> None:
     """Change a module now where it is loaded, else as soon as it is."""
     module = _optional.loaded(name)
     if module is not None:

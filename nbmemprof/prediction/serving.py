@@ -23,7 +23,7 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.prediction import adopting, carrying, habits
+from nbmemprof.prediction import adopting, carrying
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.earlier import Earlier
 from nbmemprof.prediction.engine import Session
@@ -195,7 +195,6 @@ def _session(line: Connection, gpu: GPU) -> Iterator[Any]:
         torch = _optional.require("torch", feature="a prediction")
         torch.set_num_threads(1)  # a forked process has no worker threads
         session = opened.enter_context(Session(gpu))
-        opened.enter_context(habits.kept(torch, session))
     except NbmemprofError as error:
         opened.close()
         send(line, "refused", str(error))
