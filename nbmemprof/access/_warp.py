@@ -17,7 +17,7 @@ __all__ = ["BANKS", "LINE", "SECTOR", "WORD", "GlobalAccess", "Phase", "SharedAc
 
 SECTOR, LINE = 32, 128
 BANKS, WORD = 32, 4
-Operation = Literal["load", "store"]
+Operation = Literal["load", "store", "atomic"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Access:
     width
         Bytes that each lane moves.
     operation
-        ``load`` or ``store``.
+        ``load``, ``store``, or ``atomic`` (global memory: the sectors of a load; that equal addresses wait for each other is not in them).
     """
 
     addresses: Lanes

@@ -16,6 +16,9 @@ from nbmemprof.access._words import stride_of
 __all__ = ["Suggestion", "padded", "suggestions", "swizzled"]
 
 
+_VERBS = {"load": "read", "store": "write", "atomic": "change"}
+
+
 @dataclass(frozen=True)
 class Suggestion:
     """A change and what the model says of it.
@@ -71,7 +74,7 @@ def _moved(access: GlobalAccess, address: Any, width: int | None = None) -> Glob
 def _arrays(access: GlobalAccess, stride: int) -> Suggestion:
     after = _moved(access, lambda lane, _: lane * access.width)
     text = (
-        f"Lanes {'write' if access.operation == 'store' else 'read'} one field of a structure of {abs(stride)} B. With an array a field (structure of arrays) the same data is "
+        f"Lanes {_VERBS[access.operation]} one field of a structure of {abs(stride)} B. With an array a field (structure of arrays) the same data is "
         f"{after.sectors} sectors instead of {access.sectors}."
     )
     return Suggestion("structure of arrays", text, access.sectors, after.sectors, after)
@@ -80,7 +83,7 @@ def _arrays(access: GlobalAccess, stride: int) -> Suggestion:
 def _wider(access: GlobalAccess, stride: int) -> Suggestion | None:
     """A structure of 2, 4, 8 or 16 bytes whose fields are all wanted: one instruction for it instead of one a field."""
     first = min((address for _, address in access.active), default=0)
-    if abs(stride) not in WIDTHS or access.operation == "store":
+    if abs(stride) not in WIDTHS or access.operation != "load":
         return None
     fields = abs(stride) // access.width
     start = first // abs(stride) * abs(stride)
@@ -95,7 +98,7 @@ def _wider(access: GlobalAccess, stride: int) -> Suggestion | None:
 
 def _tile(access: GlobalAccess, stride: int) -> Suggestion | None:
     """A column of a matrix: read rows into shared memory, take the column from there. Both halves are checked."""
-    if abs(stride) < LINE or access.width not in (4, 8):
+    if abs(stride) < LINE or access.width not in (4, 8) or access.operation == "atomic":
         return None
     rows = _moved(access, lambda lane, _: lane * access.width)
     pad = padded(SharedAccess(tuple(None if a is None else lane * LANES * access.width for lane, a in enumerate(access.addresses)), access.width))

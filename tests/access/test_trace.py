@@ -159,3 +159,59 @@ def test_a_barrier_that_not_all_threads_reach_is_no_endless_wait():
 
     with pytest.raises(NbmemprofError, match="some threads wait at cuda.syncthreads"):
         mp.access.trace(split, np.zeros(4, np.float32))
+
+
+def helper(data, i):
+    return data[i + cuda.blockDim.x]  # noqa: F821
+
+
+def calls(data, out):
+    i = cuda.threadIdx.x  # noqa: F821
+    out[i] = helper(data, i)
+
+
+def test_functions_of_the_kernel_s_file_are_followed():
+    trace = mp.access.trace(calls, np.arange(64, dtype=np.float32), out := np.zeros(32, np.float32))
+    assert (out == np.arange(32, 64)).all()
+    assert row(trace, "data", "load")["per_instruction"] == 4
+
+
+def test_cuda_may_be_a_name_of_the_surrounding_function():
+    cuda = None
+
+    def kernel(data):
+        data[cuda.threadIdx.x] = 1
+
+    data = np.zeros(32, np.float32)
+    mp.access.trace(kernel, data)
+    assert data.all()
+
+
+def test_a_warp_waits_for_itself_and_atomics_count_their_sectors():
+    def warp_sum(data, total):
+        t = cuda.threadIdx.x  # noqa: F821
+        mine = cuda.local.array(1, np.float32)  # noqa: F821
+        s = 16
+        while s:
+            mine[0] = data[t] + (data[t + s] if t % 32 < s else 0)
+            cuda.syncwarp()  # noqa: F821
+            data[t] = mine[0]
+            cuda.syncwarp()  # noqa: F821
+            s //= 2
+        if t % 32 == 0:
+            cuda.atomic.add(total, 0, data[t])  # noqa: F821
+
+    data, total = np.ones(64, np.float32), np.zeros(1, np.float32)
+    trace = mp.access.trace(warp_sum, data, total, block=64)
+    assert total[0] == 64
+    atomic = row(trace, "total", "atomic")
+    assert (atomic["instructions"], atomic["transactions"]) == (2, 2)
+
+
+def test_atomics_on_shared_memory_are_said_to_be_unknown():
+    def histogram(data):
+        bins = cuda.shared.array(32, np.int32)  # noqa: F821
+        cuda.atomic.add(bins, data[cuda.threadIdx.x] % 32, 1)  # noqa: F821
+
+    with pytest.raises(NbmemprofError, match="atomics on shared memory are not modelled"):
+        mp.access.trace(histogram, np.arange(32, dtype=np.int32))
