@@ -108,6 +108,10 @@ class Stacks:
         """What each stack tells, by its number."""
         return dict(self._numbers.values())
 
+    def ending_in(self, place: str) -> list[int]:
+        """Numbers of the stacks whose innermost frame is in a file."""
+        return [number for number, row in enumerate(self._rows) if row and row[0][0].co_filename.endswith(place)]
+
     def table(self, numbers: Iterable[int]) -> pl.DataFrame:
         """The table ``stacks`` of these numbers, cells named as ``In[7]``."""
         cells = cell_names()

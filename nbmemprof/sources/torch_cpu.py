@@ -247,9 +247,12 @@ class _Window:
         ops = [name.decode(errors="replace") for name in tr.tracker.ops]
         empty = np.asarray([name == "aten::empty" for name in ops])[place["op"]]
         category, evidence = _judge(place["phase"], self.phase_before[mate] * dead, dead, seen, module & empty)
+        ddp = pl.Series(np.isin(place["stack"], tr.tracker.stacks.ending_in("torch/nn/parallel/distributed.py")))  # its buckets
+        names = pl.select(pl.when(ddp).then(pl.lit("DDP bucket")).otherwise(_words(place["op"], [None, *ops[1:]]))).to_series()
+        category, evidence = (pl.select(pl.when(ddp).then(pl.lit(word)).otherwise(column)).to_series() for column, word in ((category, "framework"), (evidence, "stack")))
         columns = {
             "alloc_seq": seq[mine], "category": category, "evidence": evidence,
-            "layer": _words(place["layer"], tr.tracker.layers.names), "phase": _words(place["phase"], tr.PHASES), "op": _words(place["op"], [None, *ops[1:]]),
+            "layer": _words(place["layer"], tr.tracker.layers.names), "phase": _words(place["phase"], tr.PHASES), "op": names,
         }  # fmt: skip
         return schema.fill("hints", columns, len(mine))
 

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -144,6 +145,29 @@ def test_a_tag_and_a_named_phase_are_what_the_user_says() -> None:
     del blocks, other
     gc.collect()
     assert list(tags.tagged()) == []
+
+
+@pytest.mark.cost(3)
+@pytest.mark.parametrize("views", [False, True])
+def test_the_buckets_of_ddp_are_named_and_take_what_the_gradients_take(views: bool, tmp_path: Path) -> None:
+    """One rank. Where gradients are views of the buckets, they are gradients."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        with mp.record(source="torch_cpu") as rec:
+            net = mlp()
+            model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
+            for _ in range(3):
+                model(torch.randn(8, 64)).square().mean().backward()
+        rows = rec.capture.allocations.with_columns(pl.col("op", "category").cast(pl.String))
+        buckets = rows.filter((pl.col("op") == "DDP bucket") & pl.col("free_seq").is_null())
+        assert buckets["requested_bytes"].sum() == sum(p.grad.nbytes for p in net.parameters())
+        assert buckets["category"].unique().to_list() == ["gradients" if views else "framework"]
+        del model
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranges_of_nvtx_are_named_phases_and_zero_grad_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
