@@ -48,6 +48,7 @@ def test_both_wheels_hold_the_whole_package_and_nothing_else(wheels):
         assert set(MODULES) <= set(inside)
         assert "nbmemprof/py.typed" in inside
         assert len(KERNELS) >= 9
+        assert len([name for name in inside if name.startswith("nbmemprof/gpu/probes/recorded/") and name.endswith(".json")]) == 8
         assert {f"nbmemprof/_kernels/{name}" for name in KERNELS} <= set(inside)
         assert {f"nbmemprof/static/{name}" for name in BUNDLES} <= set(inside)
         assert {name.split("/")[0] for name in inside} == {"nbmemprof", "nbmemprof-0.1.0.dist-info"}
