@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from fake_cuda import FakeCuda
 from strategies import MIB, frames
 
+import nbmemprof as mp
 from nbmemprof import heap
 from nbmemprof.capture import Capture
-from nbmemprof.sources import torch_history
+from nbmemprof.sources import _placing, torch_history
 
 SMALL_RING = 1000 * 1800  # the smallest: 1000 entries
 LINES = [frames(f"train.py:{n} step", "train.py:99 main") for n in range(5)]
@@ -239,6 +241,41 @@ def test_a_long_cell_keeps_the_true_peak_and_what_it_was_made_of(older_peak: boo
     assert heap.last_picture(capture.blocks).filter(pl.col("state") == "active_allocated")["size_bytes"].sum() == 2 * MIB
     if older_peak:  # each window was thinned, so the timeline has the peak as well
         assert capture.samples.filter(pl.col("gauge") == "allocated_bytes")["value"].max() == truth
+
+
+class _Found:
+    """An observer that found one thing, before and after all that happened in between, and another before it only."""
+
+    noted = False
+
+    def __init__(self, stays: int, goes: int, clock_us: list[float]) -> None:
+        owners = [(0, int(clock_us[0] * 1e3), 0, stays, "weights", "storage", "M.h", "weight"), (0, int(clock_us[0] * 1e3), 0, goes, "inputs", "storage", None, None)]
+        owners.append((1, int(clock_us[1] * 1e3), 0, stays, "weights", "storage", "M.h", "weight"))
+        zeros = np.zeros(2, np.int64)
+        self.log = _placing.Log(0, np.array(clock_us), zeros, zeros, zeros - 1, zeros, zeros, zeros, [], [None], [None], owners)
+
+    def look(self, **_: Any) -> int:
+        return 0
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_thinned_peak_tells_what_was_found_at_its_addresses_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(limit=1 << 36)
+    kept, gone = cuda.malloc(2 * MIB, stack=LINES[0]), cuda.malloc(3 * MIB, stack=LINES[0])
+    source = begin(cuda, ring_bytes=SMALL_RING)
+    source._stop.set()
+    source._keep = source._ring.keep_events = 1500
+    truth = pyramid(cuda, source._ring.poll, 3000)
+    cuda.free(gone)
+    seen = _Found(kept.addr, gone.addr, [source._start.clock_us, cuda.clock() * 1e6])
+    source._observer = seen
+    monkeypatch.setattr(source, "_look", lambda since, ring: seen.log)
+    found = mp.breakdown(source.stop())
+    by = dict(zip(found["category"].cast(pl.String), found["size_bytes"], strict=True))
+    assert by == {"weights": 2 * MIB, "unknown": truth - 2 * MIB}
+    assert "storage" in found.filter(pl.col("category").cast(pl.String) == "weights")["evidence"].item()
 
 
 @pytest.mark.cost(2)
