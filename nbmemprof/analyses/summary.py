@@ -19,7 +19,11 @@ COLUMNS: dict[str, Any] = {
     "live_blocks": pl.Int64, "segments": pl.Int64, "events": pl.Int64, "largest_free_bytes": pl.Int64, "unrecorded_bytes": pl.Int64,
     "unknown_events": pl.Int64, "unknown_state_bytes": pl.Int64, "ooms": pl.Int64, "retries": pl.Int64, "capacity_bytes": pl.Int64, "outside_bytes": pl.Int64,
     "inexact_bytes": pl.Int64, "origin": pl.String,
+    "peak_allocated_low_bytes": pl.Int64, "peak_allocated_high_bytes": pl.Int64, "peak_reserved_low_bytes": pl.Int64, "peak_reserved_high_bytes": pl.Int64,
 }  # fmt: skip
+
+
+_RANGE = tuple(name for name in COLUMNS if name.endswith(("_low_bytes", "_high_bytes")))
 
 
 def summary(capture: Capture) -> pl.DataFrame:
@@ -37,7 +41,8 @@ def summary(capture: Capture) -> pl.DataFrame:
     end_allocated_bytes end_reserved_bytes end_pending_bytes live_blocks segments events largest_free_bytes``
     (largest inactive block outside private pools) ``unrecorded_bytes`` (live without an alloc event)
     ``unknown_events unknown_state_bytes ooms retries capacity_bytes outside_bytes inexact_bytes`` (block bytes whose
-    size is a bound) ``origin``. Host memory has a null device and no reserved.
+    size is a bound) ``origin``, and for a prediction the range of its peaks: ``peak_allocated_low_bytes peak_allocated_high_bytes
+    peak_reserved_low_bytes peak_reserved_high_bytes`` (null elsewhere). Host memory has a null device and no reserved.
     """
     rows = [_row(capture, curve) for curve in heap.curves(capture)]
     return pl.DataFrame(rows, schema=COLUMNS, orient="row").sort("rank", "device", nulls_last=True)
@@ -86,6 +91,7 @@ def _row(capture: Capture, curve: heap.Curve) -> dict[str, Any]:
         "outside_bytes": _of_device(capture.meta.get("outside_bytes"), curve) if on_device else None,
         "inexact_bytes": int(rows.filter(~pl.col("size_exact"))["size_bytes"].sum()),
         "origin": capture.meta["origin"],
+        **{name: counters.get(name) for name in _RANGE},
     }  # fmt: skip
 
 

@@ -32,6 +32,12 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
             num_classes = int(source.max().item()) + 1
         return torch.zeros((*source.shape, num_classes), dtype=source.dtype, device=source.device).scatter_(-1, source.unsqueeze(-1), 1)
 
+    def pack_backward(grad: Any, input_size: Any, _batch_sizes: Any, batch_first: bool) -> Any:  # noqa: FBT001 - torch's own signature
+        size = [int(n) for n in input_size]
+        if batch_first:
+            return grad.new_zeros((size[1], size[0], *size[2:])).transpose(0, 1)
+        return grad.new_zeros(size)
+
     def never(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -43,6 +49,7 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
         library.impl("linear", linear, "AutogradCUDA")
         library.impl("one_hot", one_hot, "AutogradCUDA")
+        library.impl("_pack_padded_sequence_backward", pack_backward, "AutogradCUDA")
         for name, net in recurrent.composites(torch).items():
             library.impl(name, net, "AutogradCUDA")
             packet, _, overload = name.partition(".")

@@ -9,6 +9,7 @@ from typing import Any
 from nbmemprof import _optional
 from nbmemprof.prediction import composites, habits, kernels, legal, patches
 from nbmemprof.prediction.catalogue import GPU
+from nbmemprof.prediction.kernels import encoder
 from nbmemprof.prediction.memory import Memory
 from nbmemprof.prediction.recorder import Record, recorder_class
 from nbmemprof.prediction.rules import Rules
@@ -35,12 +36,13 @@ class Session:
             fake_tensor = torch._subclasses.fake_tensor
             mode_class = type("NbmemprofFakes", (fake_tensor.FakeTensorMode,), {"avoid_device_init": property(lambda _self: True)})
             memory = Memory(self.gpu, self.record, self.limit_bytes)
-            stack.enter_context(patches.patched(self.gpu, memory))
+            changes = stack.enter_context(patches.patched(self.gpu, memory))
             rules = Rules(torch, self.gpu, self.version, self.record)
             kernels.install(torch, rules)
             stack.enter_context(composites.registered(torch, rules, self.record))
             where = Where(torch, self.record)
             shadows = Shadows(torch, self.record)
+            encoder.nested(torch, changes, self.record, shadows)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(where.watching())
             stack.enter_context(mode_class(allow_non_fake_inputs=True))

@@ -13,6 +13,7 @@ from nbmemprof.allocator import Device
 from nbmemprof.allocator import _memory as M
 from nbmemprof.capture import Capture
 from nbmemprof.prediction.catalogue import GPU
+from nbmemprof.prediction.ranges import bounds
 from nbmemprof.prediction.recorder import EMPTY_CACHE, Allocation, Record
 
 __all__ = ["capture_of", "served"]
@@ -93,6 +94,14 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
     }  # fmt: skip
     if since:
         meta = meta | {"start_snapshot_id": 0}
+
+    def again(sizes: Any) -> Device:
+        return served(
+            record, conf=conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=max(0, capacity - outside), since=since, history=False, sizes=sizes,
+            opened=Device.reset_peak_stats if since else None,
+        )  # fmt: skip
+
+    counters |= bounds(record, again, counters["peak_allocated_bytes"], counters["peak_reserved_bytes"])
     made = heap.build(
         tables, origin="predicted", source="prediction", device=gpu.title, capacity_bytes=capacity, limit_bytes=limit_bytes, conf=conf, torch=torch, outside_bytes=outside,
         counters={"0": counters}, assumptions=[{"what": what, "count": count} for what, count in sorted(record.assumptions.items())], kernels=dict(record.kernels), **meta,

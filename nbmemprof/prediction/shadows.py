@@ -25,6 +25,11 @@ class Shadows:
         aten = torch.ops.aten
         self._scalar = aten._local_scalar_dense.default
         self._tables = _conventions(torch)
+        # masks are made with these: their values are kept in floating point too
+        self._masks = frozenset((
+            aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.where.self, aten.where.ScalarSelf, aten._to_copy.default,
+            aten.mul.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.add.Tensor,
+        ))  # fmt: skip
         self._outside = torch.utils._python_dispatch._disable_current_modes
         self._data = {
             aten.nonzero.default: self._nonzero, aten.unique_dim.default: self._unique, aten._unique2.default: self._unique, aten.unique_consecutive.default: self._unique,
@@ -160,7 +165,7 @@ class Shadows:
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the values of an operator's outputs where they are small and its inputs known."""
         if isinstance(out, self.tensor):
-            if not self._wanted(out):
+            if not self._wanted(out) and not (func in self._masks and out.numel() <= LIMIT and self._some_known(args)):
                 return
         elif isinstance(out, (tuple, list)):
             if not any(isinstance(item, self.tensor) and self._wanted(item) for item in out):
@@ -182,7 +187,7 @@ class Shadows:
             return
         if written and (out is None or out is args[0]):
             return  # the shadow was written in place
-        self._keep(out, real)
+        self._keep(out, real, func in self._masks)
 
     def _first_known(self, value: Any) -> bool:
         """Whether an operator that returns nothing writes to something known: lists are known or unknown as a whole."""
@@ -190,9 +195,12 @@ class Shadows:
             value = value[0] if value else None
         return isinstance(value, self.tensor) and self._wanted(value) and self.of(value) is not None
 
-    def _keep(self, out: Any, real: Any) -> None:
+    def _some_known(self, args: Any) -> bool:
+        return any(isinstance(value, self.tensor) and self.of(value) is not None for value in args)
+
+    def _keep(self, out: Any, real: Any, mask: bool = False) -> None:  # noqa: FBT001, FBT002 - a flag of its own call
         if isinstance(out, self.tensor):
-            if self._wanted(out) and isinstance(real, self.tensor) and real.shape == out.shape:
+            if (mask or self._wanted(out)) and isinstance(real, self.tensor) and real.shape == out.shape:
                 self.put(out, real)
         elif isinstance(out, (tuple, list)) and isinstance(real, (tuple, list)):
             for one, other in zip(out, real, strict=False):

@@ -13,7 +13,7 @@ from nbmemprof.prediction.kernels.reduction import ceil_div
 __all__ = ["install", "workspace"]
 
 SLACK = 16
-TRIED_MAX = 9.0  # largest workspace that benchmark mode was seen to try, as a multiple of the input, output and weights of one call
+TRIED_MAX = 100.0  # largest workspace that benchmark mode was seen to try: 4.7 GiB, some 98 times the input, output and weights of that call
 
 
 def install(torch: Any, rules: Any) -> None:

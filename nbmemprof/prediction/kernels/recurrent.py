@@ -55,7 +55,7 @@ def composites(torch: Any) -> dict[str, Any]:
         def run(*given: Any) -> Any:
             if packed:
                 data, sizes, hidden, params, _biases, layers, dropout, train, both = given
-                batch_first, batch_sizes = False, [int(n) for n in sizes.tolist()]
+                batch_first, batch_sizes = False, [int(sizes[i].item()) for i in range(sizes.shape[0])]
             else:
                 data, hidden, params, _biases, layers, dropout, train, both, batch_first = given
                 batch_sizes = []
