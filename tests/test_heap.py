@@ -6,7 +6,9 @@ import polars as pl
 import pytest
 from strategies import Allocator, capture, frames
 
+import nbmemprof as mp
 from nbmemprof import _jit, heap, schema
+from nbmemprof.allocator import Device
 from nbmemprof.capture import Capture
 
 MIB = 1 << 20
@@ -129,3 +131,17 @@ def test_blocks_that_overlap_are_said() -> None:
 def test_sums_that_do_not_match_are_said() -> None:
     assert any("tell another allocated size" in w for w in picture(allocated_bytes=pl.col("allocated_bytes") + 512))
     assert any("do not add up" in w for w in picture(state=pl.col("state"), size_bytes=pl.col("size_bytes") + 512))
+
+
+def test_a_pool_that_splits_no_block_gives_whole_ones():
+    """No file names MemPool(no_split=True); a final block with 37 MiB that would have been split off shows it, for its pool and no other."""
+    device = Device()
+    whole, plain = device.mem_pool(no_split=True), device.mem_pool()
+    device.free(device.malloc(40 << 20, pool=whole))
+    device.free(device.malloc(3 << 20, pool=whole))
+    held = [device.malloc(5 << 20, pool=whole), device.malloc(700, pool=whole), device.malloc(3 << 20, pool=plain), device.malloc(3 << 20)]
+    capture = mp.load(device.snapshot())
+    assert len(held) == 4
+    assert capture.allocations["size_bytes"].to_list() == [40 << 20, 40 << 20, 40 << 20, 2 << 20, 3 << 20, 3 << 20]
+    assert capture.allocations["size_exact"].all()
+    assert not any("inconsistent" in w for w in capture.meta["warnings"])

@@ -79,7 +79,7 @@ def pair(
 
 
 def follow(
-    act: Ints, addr: Ints, size: Ints, stream: Ints, where: Ints, ev_row: Ints, universe: Ints, row_round: Ints, row_size: Ints, row_exact: Ints, row_block: Ints,
+    act: Ints, addr: Ints, size: Ints, stream: Ints, where: Ints, ev_row: Ints, universe: Ints, row_round: Ints, row_whole: Ints, row_size: Ints, row_exact: Ints, row_block: Ints,
     b_addr: Ints, b_size: Ints, b_prev: Ints, b_next: Ints, b_state: Ints, b_run: Ints, b_where: Ints, start_at: Ints,
     r_addr: Ints, r_end: Ints, r_head: Ints, r_tail: Ints, r_alive: Ints, r_exp: Ints, r_stream: Ints, r_list: Ints,
     unsure_addr: Ints, unsure_block: Ints, unsure_row: Ints, state: Ints, limits: Ints, count: Ints,
@@ -89,7 +89,7 @@ def follow(
     Blocks are doubly linked by address within a run (a segment, or a contiguous mapped range); states: 0 free,
     1 live, 2 pending, 3 the border of a run, 4 gone. ``start_at`` maps an address of ``universe`` (ascending) to
     the block that begins there, ``b_where`` back. ``unsure_*`` list, by address, blocks that were there at the
-    start with an unknown size. ``r_list`` lists the runs that ranges may be mapped to or unmapped from. ``state``
+    start with an unknown size. ``row_whole`` tells which allocations are of a pool that splits no block. ``r_list`` lists the runs that ranges may be mapped to or unmapped from. ``state``
     holds the numbers of blocks and runs in use, and the length of that list; ``limits`` max_split_size
     and the slack of the large pool. ``count`` receives: addresses that no free block begins at, blocks too small
     for the request. Returns 0.
@@ -156,6 +156,8 @@ def follow(
             least = 512
             if r_exp[run] == 0 and rounded > 1048576:
                 least = slack + 1 if rounded < max_split else 1 << 62
+            if row_whole[row] != 0:
+                least = 1 << 62
             if left >= least:
                 made = blocks
                 blocks += 1

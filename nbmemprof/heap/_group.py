@@ -220,7 +220,7 @@ class Group:
         if n:
             moves = int(((self.act == _follow.MAP) | (self.act == _follow.UNMAP)).sum())
             _jit.run(
-                _follow.follow, 8 * n + moves * moves // 4, self.act, self.addr, self.size, self.stream, self.where, self.ev_row, self.universe, rounded, self.row_size, self.row_exact, row_block,
+                _follow.follow, 8 * n + moves * moves // 4, self.act, self.addr, self.size, self.stream, self.where, self.ev_row, self.universe, rounded, self._whole(rounded), self.row_size, self.row_exact, row_block,
                 wide["addr"], wide["size"], wide["prev"], wide["next"], wide["state"], wide["run"], wide["where"], start_at, *runs, *unsure[:3], state, limits, count,
             )  # fmt: skip
         misplaced, small = (int(c) for c in count)
@@ -229,6 +229,32 @@ class Group:
                 f"inconsistent: {format_count(misplaced + small)} of {format_count(int((self.act == _follow.ALLOC).sum()))} allocations{self._place()} do not fit the layout that the trace gives; "
                 "their sizes are the rounded requests."
             )
+
+    def _whole(self, rounded: Array) -> Array:
+        """Which allocations are of a private pool that splits no block (``MemPool(no_split=True)``, which no file tells).
+
+        A final block that has an alloc, and a rest that would have been split off anywhere else, shows its pool to be one. An allocation is taken
+        to be of the pool that its event names, else of the one whose final segment it lies in.
+        """
+        whole = np.zeros(max(len(rounded), 1), np.int8)
+        private = self.segments.filter(pl.col("pool_id").is_not_null() & (pl.col("pool_id").cast(pl.String) != "0_0"))
+        if private.is_empty():
+            return whole
+        last = self.where[np.maximum(self.row_first, 0)] if len(self.act) else np.zeros(0, np.int64)
+        at = np.where(self.row_first >= 0, self.universe[last], -1) if len(self.act) else np.full(len(rounded), -1)
+        least = np.where(rounded <= rounding.SMALL_SIZE, rounding.MIN_BLOCK, rounding.SMALL_SIZE + 1)
+        shows = (self.row_alloc >= 0) & (self.end_size >= 0) & (self.end_size - rounded >= least)
+        widest = (self.meta.get("settings") or {}).get("max_split_size")
+        if isinstance(widest, int) and widest > 0:  # an oversize block is not split either
+            shows &= rounded < widest
+        pools: dict[str, Array] = {}
+        for addr, size, name in private.select(pl.col("addr").reinterpret(signed=True), "size_bytes", pl.col("pool_id").cast(pl.String)).iter_rows():
+            inside = (at >= addr) & (at < addr + size)
+            pools[name] = pools[name] | inside if name in pools else inside
+        for inside in pools.values():
+            if (inside & shows).any():
+                whole[: len(rounded)] |= inside
+        return whole
 
     # ------------------------------------------------------------------ out
     def _frame(self, requested: Array) -> pl.DataFrame:
