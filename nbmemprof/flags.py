@@ -23,6 +23,7 @@ from nbmemprof.errors import FlagError
 
 __all__ = [
     "BASE",
+    "HELP",
     "Flag",
     "capture_path",
     "cell_flags",
@@ -36,8 +37,12 @@ __all__ = [
     "near",
     "parse",
     "split",
+    "verb_help",
     "verbs",
 ]
+
+
+HELP = ("--help", "-h", "help")
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,8 @@ def parse(line: str | Sequence[str], flags: Sequence[Flag], *, prog: str = "%%me
 
 
 def _refuse(word: str, known: list[str], flags: Sequence[Flag], prog: str) -> NoReturn:
+    if word in HELP:
+        raise FlagError(f"{prog}: this is what it takes; nothing was run.\n\n{cell_help() if prog.startswith('%%') else line_help()}")
     what = f"there is no flag {word!r}" if word.startswith("-") else f"{word!r} is one word too many"
     takes = ", ".join(flag.usage() for flag in flags) or "nothing"
     raise FlagError(f"{prog}: {what}.{near(word, known)} It takes: {takes}. Nothing was run.")
@@ -272,13 +279,16 @@ Other things to do, one verb each (``%memprof VERB``; ``%memprof?``):
 """
 
 
+def verb_help(name: str) -> str:
+    """What ``%memprof VERB --help`` says."""
+    module = verbs()[name]
+    usage = " ".join([name, *(flag.usage() if flag.positional else f"[{flag.usage()}]" for flag in module.FLAGS)])
+    return f"%memprof {usage}\n    {module.HELP}" + (f"\n{describe(module.FLAGS, '        ')}" if module.FLAGS else "")
+
+
 def line_help() -> str:
     """Docstring of ``%memprof``."""
-    details = "\n\n".join(
-        f"%memprof {' '.join([name, *(flag.usage() if flag.positional else f'[{flag.usage()}]' for flag in module.FLAGS)])}\n    {module.HELP}"
-        + (f"\n{describe(module.FLAGS, '        ')}" if module.FLAGS else "")
-        for name, module in verbs().items()
-    )
+    details = "\n\n".join(map(verb_help, verbs()))
     return f"""Look at, keep and set up memory profiles.
 
 {details}

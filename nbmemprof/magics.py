@@ -15,6 +15,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -134,10 +135,13 @@ class Magics:
         cell = self._top()
         if cell is not None and cell.below:
             cell.seen = True
+        same = [at, *_same_below(lines, at)]
+        lines = [f"# {line}" if i in same else line for i, line in enumerate(lines)]
+        at = same[-1]
         rest = next((i for i, line in enumerate(lines) if i > at and line.strip()), None)
         if rest is not None and lines[rest].startswith("%%"):
             return lines[rest:]
-        return [*lines[:at], "# " + lines[at], *lines[at + 1 :]]
+        return lines
 
     def before(self, info: Any) -> None:
         """``pre_run_cell``: open the window, where the cell asks for one."""
@@ -317,11 +321,22 @@ class Magics:
         return None if DisplayHook.semicolon_at_end_of_expression(text) else value
 
     def run_verb(self, line: str) -> Any:
-        """``%memprof VERB ...``."""
+        """``%memprof VERB ...``; what a person got wrong is one line, as with IPython's own magics."""
+        try:
+            return self._verb(line)
+        except errors.NbmemprofError as error:
+            if not hasattr(error, "_render_traceback_"):
+                error.__dict__["_render_traceback_"] = partial(list, [f"{type(error).__name__}: {error}"])
+            raise
+
+    def _verb(self, line: str) -> Any:
         words = flags.split(line, prog=f"%{NAME}")
         verbs = flags.verbs()
         if not words:
             _say(self.status())
+            return None
+        if words[0] in flags.HELP or any(word in flags.HELP[:2] for word in words[1:]):
+            _say(flags.verb_help(words[0]) if words[0] in verbs else flags.line_help())
             return None
         if words[0] not in verbs:
             raise FlagError(f"%{NAME}: there is no verb {words[0]!r}.{flags.near(words[0], verbs)} Verbs: {', '.join(verbs)}. To profile a cell put %%{NAME} at its top.")
@@ -398,6 +413,17 @@ def _without_line(raw: str) -> str:
     return "".join(lines[:at] + ([] if rest.startswith("%%") else ["# " + lines[at]]) + lines[at + 1 :])
 
 
+def _same_below(lines: list[str], at: int) -> list[int]:
+    """The magic's line again, just below itself (empty lines between)."""
+    found: list[int] = []
+    for i in range(at + 1, len(lines)):
+        if _LINE.match(lines[i]):
+            found.append(i)
+        elif lines[i].strip():
+            break
+    return found
+
+
 def _find_line(raw: str | None) -> tuple[str | None, bool]:
     """The magic's line in a cell as typed, without its name, and whether it stands below other cell magics."""
     if not raw or f"%%{NAME}" not in raw:
@@ -408,7 +434,8 @@ def _find_line(raw: str | None) -> tuple[str | None, bool]:
     for i, line in enumerate(lines):
         match = _LINE.match(line)
         if match is not None:
-            return match.group(1) or "", i > 0
+            more = (_LINE.match(lines[again]) for again in _same_below(lines, i))  # written twice, it is one with the flags of both
+            return " ".join(found.group(1) or "" for found in (match, *more) if found is not None).strip(), i > 0
         if not line.startswith("%%"):
             break
     return None, False

@@ -368,6 +368,52 @@ def test_alone_it_says_what_there_is(shell):
     assert "doctor" in shown
 
 
+def test_auto_tells_its_state(shell):
+    assert "memprof: auto is on: every following cell is recorded" in run(shell, "%memprof auto")[1]
+    assert "auto is on already" in run(shell, "%memprof auto on")[1]
+    assert "auto is off" in run(shell, "%memprof auto off")[1]
+
+
+@pytest.mark.parametrize("line", ["%memprof load nowhere.pickle", "%memprof last", "%memprof diff a b", "%memprof who --top x", "%memprof lost"])
+def test_what_a_person_got_wrong_in_a_verb_is_one_line(shell, line):
+    result, shown = run(shell, line)
+    assert result.error_in_exec is not None
+    assert "Traceback" not in shown
+    assert len(shown.strip().splitlines()) == 1
+    assert shown.startswith(type(result.error_in_exec).__name__)
+
+
+def test_a_fault_in_a_verb_keeps_its_traceback(shell, monkeypatch):
+    from nbmemprof.verbs import doctor
+
+    monkeypatch.setattr(doctor, "run", lambda args, shell: 1 / 0)
+    assert "Traceback" in run(shell, "%memprof doctor")[1]
+
+
+@pytest.mark.parametrize(("line", "words"), [("%memprof --help", ("%memprof release", "--yes", "doctor")), ("%memprof help", ("%memprof who",)), ("%memprof who --help", ("%memprof who", "--top"))])
+def test_help_is_there_by_its_usual_names(shell, line, words):
+    result, shown = run(shell, line)
+    assert result.success
+    assert all(word in shown for word in words)
+
+
+def test_help_for_a_cell_runs_nothing(shell):
+    result, shown = run(shell, "%%memprof --help\nx_ = 1")
+    assert "nothing was run" in shown
+    assert "--history FOLDER" in shown
+    assert "x_" not in shell.user_ns
+    assert not result.success
+
+
+@pytest.mark.parametrize(("second", "count"), [("%%memprof", 1), ("\n%%memprof", 1), ("%%memprof -q", 0)])
+def test_written_twice_it_reports_once_with_the_flags_of_both(shell, second, count):
+    result, shown = run(shell, f"%%memprof --out first_\n{second}\ntape_.events.append(9 << 20)")
+    assert result.success
+    assert shown.count("CPU: peak 9 MiB") == count
+    assert shell.user_ns["first_"].events["size_bytes"].to_list() == [9 << 20]
+    assert shell.user_ns["_memprof"] is shell.user_ns["first_"]
+
+
 def test_a_wrong_verb_or_word_is_refused(shell):
     result, _ = run(shell, "%memprof lats")
     assert "no verb 'lats'. Did you mean 'last'" in str(result.error_in_exec)

@@ -24,7 +24,12 @@ def run(args: Namespace, shell: Any) -> None:
     here = magics.of(shell)
     if here is None:
         raise NotRecording("The extension is not loaded in this shell. Run %load_ext nbmemprof.")
-    here.auto = args.state == "on"
+    before, here.auto = here.auto, args.state == "on"
+    if not here.auto:
+        said = "off: cells are recorded where %%memprof asks for it"
+    else:
+        said = f"on{' already' if before else ''}: every following cell is recorded, a line comes where it mattered; %memprof auto off ends it"
+    print(f"memprof: auto is {said}.")  # noqa: T201 - what a magic says
 
 
 def line(capture: Capture) -> str | None:
