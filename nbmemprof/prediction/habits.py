@@ -251,12 +251,16 @@ def _compilers(torch: Any, session: Any, changes: Changes) -> Iterator[None]:
     def compiled(model: Any = None, **options: Any) -> Any:
         session.record.assume(COMPILED)
         session.compiled = True
-        return plain(model, **options)
+        return plain(model, **_eager(options))
 
-    def method(self: Any, *args: Any, **options: Any) -> None:
+    def method(self: Any, *_args: Any, **options: Any) -> None:
         session.record.assume(COMPILED)
         session.compiled = True
-        plain_method(self, *args, **options)
+        plain_method(self, **_eager(options))
+
+    def _eager(options: dict[str, Any]) -> dict[str, Any]:
+        """Without inductor, whose import alone takes seconds and threads."""
+        return {name: value for name, value in options.items() if name in ("fullgraph", "dynamic", "disable")} | {"backend": "eager"}
 
     changes.put(torch, "compile", compiled)
     changes.put(torch.nn.Module, "compile", method)
