@@ -41,7 +41,6 @@ _NAMES = {
     "ledger": "analyses.ledger",
     "kv_cache": "analyses.kv_cache",
     "cards": "prediction.cards",
-    "experts": "analyses.experts",
     "compare": "comparing",
     "tag": "tags",
     "phase": "tags",
@@ -104,7 +103,6 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.advise import advise as advise
     from nbmemprof.analyses.breakdown import breakdown as breakdown
     from nbmemprof.analyses.diff import diff as diff
-    from nbmemprof.analyses.experts import experts as experts
     from nbmemprof.analyses.fragmentation import fragmentation as fragmentation
     from nbmemprof.analyses.holes import holes as holes
     from nbmemprof.analyses.kv_cache import kv_cache as kv_cache

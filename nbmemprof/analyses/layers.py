@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from nbmemprof.analyses._moment import live_at
+from nbmemprof.analyses.experts import experts
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 
@@ -33,7 +34,7 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
     ----------
     by
         ``"path"``: the tree of modules; ``"part"``: attention, MLP, experts, embedding, norm, head … of each model, by the words in the paths (``layer`` is
-        then the part, ``parent`` the model).
+        then the part, ``parent`` the model); ``"expert"``: the experts of a mixture with their tokens, in columns of their own (:func:`nbmemprof.analyses.experts.experts`).
     at
         ``"peak"`` (each device at its own), ``"end"``, or a time in µs from the start.
     depth
@@ -54,8 +55,10 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
     NbmemprofError
         For a depth below 0 or another ``by``.
     """
-    if by not in ("path", "part"):
-        raise NbmemprofError(f"by={by!r} is not a way to sum layers. Use 'path' or 'part'.")
+    if by not in ("path", "part", "expert"):
+        raise NbmemprofError(f"by={by!r} is not a way to sum layers. Use 'path', 'part' or 'expert'.")
+    if by == "expert":
+        return experts(capture, at)
     if depth is not None and depth < 0:
         raise NbmemprofError(f"depth={depth} is below 0. Give 0 for the models alone, 1 for their children, or leave it out.")
     live = live_at(capture, at).with_columns(pl.col("layer").cast(pl.String), pl.col("category").cast(pl.String))

@@ -36,7 +36,7 @@ def test_a_mixture_in_one_module_is_told_by_the_routers_choice(mixtral: Any, how
         mixtral(input_ids=tokens, labels=tokens).loss.backward()
     for hook in hooks:
         hook.remove()
-    made = mp.experts(rec.capture)
+    made = mp.layers(rec.capture, by="expert")
     assert [made.filter(pl.col("layer").str.contains(f"layers.{n}."))["tokens"].to_list() for n in range(2)] == chosen
     assert (made["activations_bytes"] == made["tokens"] * made["bytes_per_token"]).all()
     assert made["bytes_per_token"].n_unique() == 1 and each <= made["bytes_per_token"][0] <= each * 1.3
@@ -60,7 +60,7 @@ def test_experts_that_are_modules_are_measured_each() -> None:
     model, x, to = Mixture(), torch.randn(10, 8), torch.tensor([0] * 7 + [2] * 3)
     with mp.record() as rec:
         held = model(x, to)
-    made = mp.experts(rec.capture, at="end").filter(pl.col("layer") == "Mixture.experts")
+    made = mp.layers(rec.capture, at="end", by="expert").filter(pl.col("layer") == "Mixture.experts")
     assert made.select("expert", "tokens").rows() == [(0, 7), (1, 0), (2, 3)]
     assert made["weights_bytes"].to_list() == [4 * (8 * 16 + 16)] * 3
     by_token = {row["expert"]: row["activations_bytes"] for row in made.to_dicts()}
@@ -69,10 +69,10 @@ def test_experts_that_are_modules_are_measured_each() -> None:
 
 
 def test_without_the_routers_choice_a_layers_experts_are_one_row() -> None:
-    made = mp.experts(play("mixtral_small"))
+    made = mp.layers(play("mixtral_small"), by="expert")
     assert made["expert"].null_count() == made.height == 8
     assert made["weights_bytes"].to_list() == [8 * (2 * 2048 * 1024 + 1024 * 2048) * 2] * 8
 
 
 def test_a_model_without_experts_has_no_row() -> None:
-    assert mp.experts(play("resnet50")).is_empty()
+    assert mp.layers(play("resnet50"), by="expert").is_empty()

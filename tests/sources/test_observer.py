@@ -400,3 +400,29 @@ def test_layers_sum_to_the_whole_and_parents_hold_their_children() -> None:
     assert title in mp.layers(seen.capture, at="end", depth=0)["layer"].to_list()
     with pytest.raises(mp.NbmemprofError, match="below 0"):
         mp.layers(seen.capture, depth=-1)
+
+
+def test_parts_sum_to_the_model_and_quantizing_is_arithmetic() -> None:
+    """Two linear layers by their names: attention and MLP; one byte a weight and two for each row's scale."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.mlp, self.norm = nn.Linear(64, 64, bias=False), nn.Linear(64, 32), nn.LayerNorm(32)
+
+        def forward(self, x: Any) -> Any:
+            return self.norm(self.mlp(self.attn(x)))
+
+    with mp.record(source="torch_cpu") as rec:
+        net = Net()
+        out = net(torch.randn(8, 64))
+    parts = mp.layers(rec.capture, at="end", by="part").filter(pl.col("parent") == "Net")
+    weights = dict(parts.select("name", "weights_bytes").iter_rows())
+    assert weights == {"attention": 4 * 64 * 64, "MLP": 4 * (64 * 32 + 32), "norm": 4 * 64}
+    saved = dict(parts.select("name", "int8_saves_bytes").iter_rows())
+    assert saved == {"attention": 3 * 64 * 64 - 2 * 64, "MLP": 3 * 64 * 32 - 2 * 32, "norm": 0}
+    row = mp.layers(rec.capture, at="end").filter(pl.col("layer") == "Net.attn").row(0, named=True)
+    assert row["int4_saves_bytes"] == 4 * 64 * 64 - 64 * 64 // 2 - 4 * 64
+    with pytest.raises(mp.NbmemprofError, match="'path', 'part' or 'expert'"):
+        mp.layers(rec.capture, by="colour")
+    del out
