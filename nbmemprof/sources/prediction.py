@@ -112,3 +112,42 @@ class PredictionSource:
 def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     """Counts that came on top."""
     return {what: count - before.get(what, 0) for what, count in now.items() if count > before.get(what, 0)}
+
+
+# ---------------------------------------------------------------------- CPU tensors asked for by name
+class Aside:
+    """Beside a recording of CPU tensors in a fake session: its block runs for real, since fakes have no storages to record."""
+
+    name = "prediction"
+
+    def __init__(self) -> None:
+        self._modes: Any = None
+
+    def start(self) -> None:
+        """Leave the fake run."""
+        from nbmemprof import _optional
+
+        dispatch = _optional.require("torch.utils._python_dispatch", feature="A recording beside a prediction")
+        self._modes = dispatch._disable_current_modes()
+        self._modes.__enter__()
+
+    def stop(self) -> None:
+        """Go on with it."""
+        modes, self._modes = self._modes, None
+        if modes is not None:
+            modes.__exit__(None, None, None)
+
+    def attach(self, capture: Capture, began: float) -> None:
+        """Say what this is."""
+        capture.meta["warnings"] = [*capture.meta.get("warnings", ()), "CPU tensors were asked for by name: this block ran for real, and is measured, not predicted"]
+
+
+def companion(options: dict[str, Any]) -> Aside | None:
+    """Step aside where CPU tensors are recorded in a fake session."""
+    from nbmemprof.prediction import serving
+
+    if serving.current is None:
+        return None
+    from nbmemprof.sources import _cpu_trace
+
+    return Aside() if _cpu_trace.tracker._users else None
