@@ -151,7 +151,8 @@ class _Trials:
         before, after = np.maximum(at - 1, 0), np.minimum(at, self.end - 1)
         pair = (kind[before] == M.FREE_REQUESTED) & (kind[after] == M.FREE_COMPLETED) & (row[before] == row[after])
         burst = np.isin(kind[before], (M.SEGMENT_FREE, M.SEGMENT_UNMAP)) & np.isin(kind[after], (M.SEGMENT_FREE, M.SEGMENT_UNMAP))
-        return at[(at == low) | (at == high) | ~(pair | burst)].tolist()
+        places: list[int] = at[(at == low) | (at == high) | ~(pair | burst)].tolist()
+        return places
 
     def _first(self, suspect: Suspect, where: list[int]) -> list[int]:
         """Places in the order in which they are tried: where it is missed, the borders, then in between."""

@@ -83,11 +83,11 @@ class Seen:
         """Whether there is memory of torch's CUDA allocator at all."""
         return any(curve.key[2] == "device" for curve in heap.curves(self.capture))
 
-    def limit(self, device: int | None) -> int | None:
-        """Torch's own limit, where it is told, or where a replay shows one."""
+    def limit(self, device: int | None, *, told: bool = False) -> int | None:
+        """Torch's own limit, where it is told, or where a replay shows one: that is one of a range which explains the trace."""
         value = self.capture.meta.get("limit_bytes")
         value = value.get(str(device)) if isinstance(value, dict) else value
-        if value is None and self.replayed:
+        if value is None and self.replayed and not told:
             value = next((limit for of, limit in inferred_limits(self.capture).items() if device in (None, of)), None)
         return int(value) if isinstance(value, (int, float)) else None
 
@@ -121,7 +121,7 @@ def limit_flushes(seen: Seen) -> Iterator[Finding]:
     if not seen.settings.expandable_segments:
         return
     for curve in heap.curves(seen.capture):
-        limit = seen.limit(curve.key[1])
+        limit = seen.limit(curve.key[1], told=True)  # of a range, one end would blame the limit and the other not
         if limit is None or curve.key[2] != "device" or not len(curve.seq):
             continue
         count, given = _needless(seen, curve, limit)

@@ -140,6 +140,46 @@ def test_a_flush_that_the_nominal_size_caused_is_needless():
 
 
 # ---------------------------------------------------------------- settings without effect
+@pytest.mark.cost(0.5)
+def test_a_setting_that_refuses_less_is_proposed():
+    """Holes of two neighbouring segments, twice too small; as pages they are one."""
+    device = Device(limit_bytes=45 * MIB)
+    kept = [device.malloc(9 * MIB) for _ in range(4)]
+    device.free(kept[1])
+    device.free(kept[2])
+    for _ in range(3):
+        with contextlib.suppress(mp.OutOfMemoryError):
+            device.malloc(16 * MIB)
+    row = rules(mp.load(device.snapshot()), replay=True)["refusals"]
+    assert "would have refused none of the requests, instead of 3" in row["finding"]
+    assert row["origin"] == "replayed"
+
+
+def test_scattered_memory_is_named_without_a_replay():
+    device = Device(limit_bytes=45 * MIB)
+    kept = [device.malloc(9 * MIB) for _ in range(4)]
+    device.free(kept[1])
+    device.free(kept[2])
+    with contextlib.suppress(mp.OutOfMemoryError):
+        device.malloc(16 * MIB)
+    cap = mp.load(device.snapshot())
+    row = rules(cap)["scattered"]
+    assert "Fragmentation refused the request for 16 MiB: 22 MiB lay free in 3 pieces, the largest 11 MiB." in row["finding"]
+    assert "not replayed yet" in row["action"]
+    assert "scattered" not in rules(cap, replay=True)
+
+
+def test_what_was_given_back_may_be_the_collector_s_doing():
+    """A file without a limit, with segments given back: whether the collector ran can't be told, so nothing is."""
+    device = Device("garbage_collection_threshold:0.5", limit_bytes=100 * MIB)
+    for size in (20, 14, 24, 30):
+        device.free(device.malloc(size * MIB))
+    device.malloc(90 * MIB)
+    cap = mp.load(device.snapshot())
+    assert (cap.events["action"] == "segment_free").any()
+    assert "collection_that_never_runs" not in rules(cap)
+
+
 def test_collection_without_a_limit_never_runs():
     conf = "garbage_collection_threshold:0.8"
     assert "never runs without a memory limit." in rules(with_conf(conf))["collection_that_never_runs"]["finding"]
