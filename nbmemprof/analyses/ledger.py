@@ -181,7 +181,7 @@ def _libraries(capture: Capture, curve: heap.Curve, moment: _Moment, basis: str)
     else:
         lines.append(_Line.entry("kernel images", table.kernels, where, "how many kernels a program loads is its own"))
     handles, maybe = _handles(capture, curve)
-    known = {"cuBLAS": handles + maybe > 0, "cuDNN": used.get("cudnn"), "cuFFT": used.get("cufft"), "cuSOLVER": used.get("cusolver"), "NCCL": used.get("nccl")}
+    known = {"cuBLAS": True if handles + maybe else False if used else None, "cuDNN": used.get("cudnn"), "cuFFT": used.get("cufft"), "cuSOLVER": used.get("cusolver"), "NCCL": used.get("nccl")}
     for name, there in known.items():
         if there is False:
             continue
