@@ -23,7 +23,7 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.prediction import adopting, carrying
+from nbmemprof.prediction import adopting, aside, carrying
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.earlier import Earlier
 from nbmemprof.prediction.engine import Session
@@ -98,6 +98,7 @@ def serve(line: Connection) -> None:
         if setting.lasting:
             current = Lasting(session, setting)
             shell.run_line_magic("load_ext", "nbmemprof")
+            aside.step_aside()
         while True:
             kind, *rest = pickle.loads(line.recv_bytes())  # noqa: S301 - as above
             _SERVED[kind](line, shell, session, *rest)
