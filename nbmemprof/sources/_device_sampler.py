@@ -26,10 +26,10 @@ def _quiet(method: Callable[..., None]) -> Callable[..., None]:
     """A driver that fails must not break the cell: the readings end there, and ``trouble`` says why."""
 
     @wraps(method)
-    def quiet(self: DeviceSampler, *args: Any) -> None:
+    def quiet(self: DeviceSampler, *args: Any, **kwargs: Any) -> None:
         if not self.trouble:
             try:
-                method(self, *args)
+                method(self, *args, **kwargs)
             except Exception as error:
                 self.trouble = f"{type(error).__name__}: {error}"
 
@@ -77,8 +77,8 @@ class DeviceSampler:
             self._keep(device, clock, values, ())
 
     @_quiet
-    def read(self, devices: Iterable[int]) -> None:
-        """Read everything: processes, other pools, pinned memory."""
+    def read(self, devices: Iterable[int], *, pinned: bool = True) -> None:
+        """Read everything: processes, other pools and, if asked, pinned memory, whose tensors are searched for where there is any (some 20 ms)."""
         for device in devices:
             uuid = self.uuids.get(device)
             more = list(self.outside.rows(device, uuid))
@@ -87,9 +87,8 @@ class DeviceSampler:
             clock, values = self._read(device, uuid)
             self._keep(device, clock, values, more)
         now = self.clock() * 1e6
-        pinned = [(now, None, kind, source, gauge, value) for kind, source, gauge, value in self.outside.pinned()]
-        if pinned:
-            self._rows.append(pinned)
+        if found := [(now, None, *row) for row in self.outside.pinned()] if pinned else []:
+            self._rows.append(found)
 
     def _read(self, device: int, uuid: str | None) -> tuple[float, tuple[float | None, ...]]:
         """The driver's number between two equal readings of torch's, if the program holds still for that long."""

@@ -198,7 +198,7 @@ class TorchHistory:
         self._observe()
         if self._sampler is not None:
             self._sampler.begin({d: cuda.device_facts(d)["uuid"] for d in ring.tracks})
-            self._sampler.read(_in_use({d: t.now for d, t in ring.tracks.items()}))
+            self._sampler.read(_in_use({d: t.now for d, t in ring.tracks.items()}), pinned=False)
         self._thread = threading.Thread(target=self._poll, name="nbmemprof-poll", daemon=True)
         self._thread.start()
 
