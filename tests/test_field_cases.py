@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import field_cases
+import polars as pl
 import pytest
 from field_cases import CASES, Where, by_line, kept
 
@@ -22,6 +23,21 @@ def test_a_field_case_is_told_as_it_is(number):
 
 
 FOLDER = Path(__file__).parent / "fixtures" / "h200" / "cases"
+
+
+def test_200_profiled_cells_on_an_h200_left_nothing():
+    """Recorded by ``tests/gpu/record_flat.py``: what the device has is the same to the byte, objects are those that the shell keeps of plain cells too."""
+    told = json.loads((FOLDER.parent / "flat.json").read_text())
+    plain, profiled = (pl.DataFrame(told[name]["rows"]) for name in ("plain", "profiled"))
+    assert told["device"] == "NVIDIA H200"
+    assert (profiled["cells"][-1], told["profiled"]["views"], told["plain"]["views"]) == (200, 200, 0)
+    for column in ("allocated_bytes", "reserved_bytes", "used_bytes"):
+        assert profiled[column].unique().to_list() == plain[column].unique().to_list()
+        assert profiled[column].n_unique() == 1
+    assert profiled["objects"][-1] - profiled["objects"][0] <= plain["objects"][-1] - plain["objects"][0]
+    assert (profiled["rss_bytes"][-1] - profiled["rss_bytes"][0]) / 180 < 50 << 10
+
+
 ASKED = {
     "01": lambda found, c: (found["lines"], by_line(c[0])),
     "03": lambda found, c: ([run["lines"] for run in found["runs"]], list(map(by_line, c))),
