@@ -132,10 +132,11 @@ def _math(torch: Any, query: Any, key: Any, value: Any, mask: Any, dropout: floa
     scores = torch.ops.aten._safe_softmax(scores, -1)
     if dropout > 0.0:
         scores = torch.dropout(scores, dropout, train=True)
+    if dtype == scores.dtype:
+        return torch.matmul(scores, every_value)
+    returned = scores.to(dtype)  # the scores are a result too
     out = torch.matmul(scores, every_value)
-    if dtype != out.dtype:
-        returned = scores.to(dtype)  # the scores are a result too
-        out, scores = out.to(dtype), returned
+    out, scores = out.to(dtype), returned
     return out
 
 

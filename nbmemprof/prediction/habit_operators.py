@@ -48,8 +48,11 @@ def install(torch: Any, session: Any) -> None:
             rules.before[getattr(getattr(aten, name), overload)] = lambda *_: None  # written in place
     for overload in aten._ctc_loss.overloads():
         rules.before[getattr(aten._ctc_loss, overload)] = _ctc(torch, session)
-    for overload in getattr(aten._use_cudnn_ctc_loss, "overloads", list)():
-        rules.before[getattr(aten._use_cudnn_ctc_loss, overload)] = lambda *_: False
+    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"):  # cuDNN's asks for targets on the host and int32; torch's own kernel is taken
+        for overload in getattr(aten, name).overloads() if hasattr(aten, name) else ():
+            rules.before[getattr(getattr(aten, name), overload)] = lambda *_: False
+    for overload in aten._ctc_loss_backward.overloads():
+        rules.before[getattr(aten._ctc_loss_backward, overload)] = _ctc_backward
     library = session.recorder.habit_library = torch.library.Library("aten", "IMPL")
     library.impl("_pad_packed_sequence", pad, "AutogradCUDA")
     session._stack.callback(library._destroy)
@@ -90,6 +93,15 @@ def _ctc(torch: Any, session: Any) -> Any:
             return scores.new_empty((batch,)), alpha
 
     return ctc
+
+
+def _ctc_backward(recorder: Any, _func: Any, args: Any, _kwargs: Any) -> Any:
+    """The gradient of the scores, and ``log_beta`` like ``log_alpha`` meanwhile."""
+    with recorder:
+        beta = args[6].new_empty(args[6].shape)
+        grad = args[1].new_empty(args[1].shape)
+        del beta
+    return grad
 
 
 # ---------------------------------------------------------------------- flex attention

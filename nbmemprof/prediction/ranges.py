@@ -27,6 +27,7 @@ MARGINS: dict[str, Margin] = {
     "flex_attention": (0.10, 0.10, 0.10, 0.10),
     "no rule": (0.05, 0.15, 0.08, 0.20),
 }
+SCRATCH = 0.009  # part of allocated that kernels' own scratch may add or lack where it is only bounded
 LAYOUT = 0.10  # most that sizes which are only bounded can move where the cached blocks lie, as a part of reserved
 
 
@@ -47,6 +48,8 @@ def bounds(record: Record, served: Callable[[Any], Any], allocated: int, reserve
         for start, margin in MARGINS.items():
             if what.startswith(start):
                 down, up, reserved_down, reserved_up = (max(a, b) for a, b in zip((down, up, reserved_down, reserved_up), margin, strict=True))
+    if record.slack:
+        down, up = max(down, SCRATCH), max(up, SCRATCH)
     lows, highs, reserved_lows, reserved_highs = [allocated], [allocated], [reserved], [reserved]
     widest = 0
     if record.slack:

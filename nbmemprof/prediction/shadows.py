@@ -25,10 +25,11 @@ class Shadows:
         aten = torch.ops.aten
         self._scalar = aten._local_scalar_dense.default
         self._tables = _conventions(torch)
+        self._linspace = aten.linspace.default
         # masks are made with these: their values are kept in floating point too
         self._masks = frozenset((
             aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.where.self, aten.where.ScalarSelf, aten._to_copy.default,
-            aten.mul.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.add.Tensor,
+            aten.mul.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.add.Tensor, aten.linspace.default,
         ))  # fmt: skip
         self._outside = torch.utils._python_dispatch._disable_current_modes
         self._data = {
@@ -165,7 +166,7 @@ class Shadows:
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the values of an operator's outputs where they are small and its inputs known."""
         if isinstance(out, self.tensor):
-            if not self._wanted(out) and not (func in self._masks and out.numel() <= LIMIT and self._some_known(args)):
+            if not self._wanted(out) and not (func in self._masks and out.numel() <= LIMIT and (self._some_known(args) or func is self._linspace)):
                 return
         elif isinstance(out, (tuple, list)):
             if not any(isinstance(item, self.tensor) and self._wanted(item) for item in out):

@@ -74,7 +74,9 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
         return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0)
     if few and taps <= 16 and what == "forward":
         return 0, 0, copies
-    if few and what == "data" and (not half or stride[0] >= 8):
+    if few and what == "data" and stride[0] >= 8:
+        return 0, 0, 0
+    if few and what == "data" and not half:
         return 0, 0, copies
     if few and taps <= 9 and not half:
         return 0, 0, copies + own
@@ -83,7 +85,7 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
         return low, bytes_x + whole_w + SLACK, copies
     if what == "forward" and not half and channels in (32, 64) and filters >= 64 and bytes_x + bytes_y < 200 << 20:
         return low, low, copies
-    return low, copies + own, copies + 2 * own + (8 << 20 if what == "weight" else 131)
+    return low, copies + own, copies + 2 * own + (min(8 << 20, bytes_x + bytes_y) if what == "weight" else 0)
 
 
 def _count(tensor: Any) -> int:

@@ -20,9 +20,18 @@ def install(torch: Any, rules: Any) -> None:
     rules.emit[aten.binary_cross_entropy_with_logits.default] = _with_logits
     rules.before[aten.sub.Tensor] = _in_place_of(torch, aten.sub_.Tensor)
     rules.before[aten.mul.Tensor] = _in_place_of(torch, aten.mul_.Tensor)
+    for name in ("upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"):
+        rules.after[getattr(aten, name).default] = _contiguous_gradient
     rules.emit[aten.logsumexp.default] = _logsumexp
     rules.emit[aten.add.Tensor] = _sum
     rules.after[aten._safe_softmax.default] = _safe_softmax
+
+
+def _contiguous_gradient(recorder: Any, func: Any, args: Any, _kwargs: Any, _out: Any) -> None:
+    """A gradient that does not lie in a row, a part of a concatenation, is copied."""
+    grad, torch = args[0], recorder.rules.torch
+    if not grad.is_contiguous() and not (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)):
+        recorder.temporary(grad.numel() * grad.element_size(), func._schema.name, "temporary")
 
 
 def _like_output(recorder: Any, func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
