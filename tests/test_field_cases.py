@@ -14,7 +14,7 @@ from field_cases import CASES, Where, by_line, kept
 import nbmemprof as mp
 
 
-@pytest.mark.cost(0.8)
+@pytest.mark.cost(1.3)
 @pytest.mark.parametrize("number", CASES)
 def test_a_field_case_is_told_as_it_is(number):
     seen = CASES[number](Where("cpu", 1 / 64))
