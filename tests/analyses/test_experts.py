@@ -69,7 +69,9 @@ def test_experts_that_are_modules_are_measured_each() -> None:
 
 
 def test_without_the_routers_choice_a_layers_experts_are_one_row() -> None:
-    made = mp.layers(play("mixtral_small"), by="expert")
+    recorded = play("mixtral_small")
+    dict.pop(recorded.tables, "routing")
+    made = mp.layers(recorded, by="expert")
     assert made["expert"].null_count() == made.height == 8
     assert made["weights_bytes"].to_list() == [8 * (2 * 2048 * 1024 + 1024 * 2048) * 2] * 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +108,25 @@ def test_cupys_pool_a_strangers_memory_and_pinned_memory_are_findings() -> None:
         pinned = found(ledger_of(name), "pinned") or ""
         assert "1 GiB of host memory are pinned" in pinned and more in pinned and "_host_emptyCache" in pinned
     assert [found(ledger_of(name), rule) for name, rule in (("gpt2_train", "cupy_pool"), ("before_foreign", "unexplained"))] == [None, None]
+
+
+def test_cases_from_the_field_get_their_diagnosis_on_an_h200() -> None:
+    """``tests/gpu/record_ledger.py OUT cases``: what was said there, and torch's own numbers."""
+    told = json.loads((ROOT / "tests" / "fixtures" / "h200" / "ledger" / "cases.json").read_text())["numbers"]
+    weights = 8 * 4096 * 4096 * 4
+    held = dict(told["first step"]["at the end"])
+    assert (held["weights"], held["gradients"], held["optimizer_state"]) == (weights, weights, 2 * weights)
+    wanted = {
+        "first step": ("optimizer state", "first step", "exp_avg", "1 GiB"), "one checkpoint": ("Checkpointing saves next to nothing", "recompute", "backward"),
+        "loading, run 2": ("512 MiB of the peak were the previous value of DATA", "del DATA"), "loading, run 3": ("previous value of DATA",),
+    }  # fmt: skip
+    for case, words in wanted.items():
+        assert all(word in " ".join(told[case]["findings"]) for word in words), case
+    assert all(case["leaks"] == 0 for case in told.values())
+    size = 16 * MIB
+    above = {name: (told[name]["peak"] - told[name]["start"]) / size for name in ("one checkpoint", "one a block")}
+    assert above["one checkpoint"] >= 32 and above["one a block"] <= 8 + 4 + 4
+    assert not [rule for rule, *_ in told["one a block"]["advise"] if rule == "one_checkpoint"]
+    loading = [told[f"loading, run {n}"] for n in (1, 2, 3)]
+    assert [run["peak"] - loading[0]["start"] for run in loading] == [512 * MIB, 1024 * MIB, 1024 * MIB]
+    assert [run["end"] - run["start"] for run in loading] == [512 * MIB, 0, 0]

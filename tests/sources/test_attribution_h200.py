@@ -110,9 +110,33 @@ def test_what_backward_allocates_gets_the_block_that_it_works_in(name: str) -> N
 def test_phases_and_steps_are_marks() -> None:
     marks = capture("gpt2_fp32").marks.with_columns(pl.col("kind").cast(pl.String))
     phases = marks.filter(pl.col("kind") == "phase").sort("time_us")["name"].to_list()
-    assert phases == ["forward", "backward", "optimizer"] * 2 + ["forward", "backward"]
+    assert phases == ["forward", "backward", "optimizer", "zero_grad"] * 2 + ["forward", "backward"]
     assert marks.filter(pl.col("kind") == "step")["name"].to_list() == ["step 0", "step 1"]
     assert (marks.filter(pl.col("kind") != "cell")["end_us"] >= marks.filter(pl.col("kind") != "cell")["time_us"]).all()
+
+
+def test_bytes_of_an_expert_are_its_tokens_times_what_a_routed_token_keeps() -> None:
+    """Mixtral of 8 layers and 8 experts, bf16: input, gate and up, activation, product and output of each routed token, and 29 bytes of indices."""
+    made = mp.layers(capture("mixtral_small"), by="expert")
+    tokens = numbers("mixtral_small")["truth"]["experts"]
+    assert [part["tokens"].to_list() for part in made.partition_by("layer", maintain_order=True)] == tokens
+    each = 2 * (1024 + 2 * 2048 + 2048 + 2048 + 1024) + 29
+    assert made["activations_bytes"].to_list() == [count * each for layer in tokens for count in layer]
+    assert made["weights_bytes"].unique().to_list() == [2 * (2 * 2048 * 1024 + 1024 * 2048)]
+    whole = mp.layers(capture("mixtral_small")).filter(pl.col("name") == "experts")["activations_bytes"].sum()
+    rest = whole - made["activations_bytes"].sum()
+    assert 0 <= rest < 8 * 8192  # offsets, kept once a layer: less than a byte for each of its 8192 routed tokens
+
+
+def test_a_cache_on_an_h200_knows_its_sequences_tokens_and_growth() -> None:
+    """Llama of 8 B parameters, batch 4, 1024 tokens and 7 more that are cached."""
+    row = mp.kv_cache(capture("llama8b_generate")).row(0, named=True)
+    assert (row["cache"], row["layers"], row["sequences"], row["tokens"]) == ("DynamicCache", 32, 4, 1031)
+    assert (row["bytes_per_token"], row["requested_bytes"]) == (131_072, numbers("llama8b_generate")["truth"]["kv_cache"])
+    assert row["growth_per_step_bytes"] == 4 * 131_072
+    assert (row["padding_bytes"], row["room_bytes"]) == (0, 0)
+    assert row["fits_sequences"] == row["free_bytes"] // row["bytes_per_sequence"] > 100
+    assert row["int8_saves_bytes"] == int(row["requested_bytes"] * (1 - (1 + 2 / 64) / 2))
 
 
 def test_marks_of_steps_stand_at_their_last_event() -> None:
