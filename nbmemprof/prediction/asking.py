@@ -80,7 +80,7 @@ def memory(torch: Any, session: Any, changes: Changes) -> None:
         "max_memory_reserved": "reserved_bytes.all.peak", "memory_cached": "reserved_bytes.all.current", "max_memory_cached": "reserved_bytes.all.peak",
     }  # fmt: skip
     functions: dict[str, Any] = {name: answers.asker(counter) for name, counter in names.items()}
-    functions |= {name: answers.reset_peak for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")}
+    functions |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), answers.reset_peak)
     functions |= {"memory_stats": answers.stats, "mem_get_info": answers.free_total, "list_gpu_processes": lambda *_: "no processes are running", "memory_snapshot": lambda *_, **__: answers.snapshot()["segments"]}
     for name, function in functions.items():
         for module in (torch.cuda, torch.cuda.memory):

@@ -1,4 +1,4 @@
-"""Operators that notebooks call and that have no kernel for fakes: packed sequences, CTC, a fused optimizer, flex attention; and a word on the others."""
+"""Operators that notebooks call and that have no kernel for fakes: packed sequences, a fused optimizer, flex attention; and a word on the others."""
 
 from __future__ import annotations
 
@@ -46,13 +46,6 @@ def install(torch: Any, session: Any) -> None:
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         for overload in getattr(aten, name).overloads() if hasattr(aten, name) else ():
             rules.before[getattr(getattr(aten, name), overload)] = lambda *_: None  # written in place
-    for overload in aten._ctc_loss.overloads():
-        rules.before[getattr(aten._ctc_loss, overload)] = _ctc(torch, session)
-    for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"):  # cuDNN's asks for targets on the host and int32; torch's own kernel is taken
-        for overload in getattr(aten, name).overloads() if hasattr(aten, name) else ():
-            rules.before[getattr(getattr(aten, name), overload)] = lambda *_: False
-    for overload in aten._ctc_loss_backward.overloads():
-        rules.before[getattr(aten._ctc_loss_backward, overload)] = _ctc_backward
     library = session.recorder.habit_library = torch.library.Library("aten", "IMPL")
     library.impl("_pad_packed_sequence", pad, "AutogradCUDA")
     session._stack.callback(library._destroy)
@@ -76,32 +69,6 @@ def _allclose(session: Any, args: Any, kwargs: Any) -> bool:
         return True
     with shadows._outside():
         return bool(one.allclose(other, *args[2:], **kwargs))
-
-
-def _ctc(torch: Any, session: Any) -> Any:
-    """``log_alpha`` has a row for each target letter and the blanks between them (aten/src/ATen/native/cuda/LossCTC.cu)."""
-
-    def ctc(recorder: Any, _func: Any, args: Any, _kwargs: Any) -> Any:
-        scores, targets, lengths = args[0], args[1], args[3]
-        if isinstance(lengths, torch.Tensor):
-            longest = max(_lengths(session, lengths, targets.shape[-1], lengths.numel()))
-        else:
-            longest = max(lengths)
-        steps, batch = scores.shape[0], scores.shape[1]
-        with recorder:
-            alpha = scores.new_empty((batch, steps, 2 * longest + 1))
-            return scores.new_empty((batch,)), alpha
-
-    return ctc
-
-
-def _ctc_backward(recorder: Any, _func: Any, args: Any, _kwargs: Any) -> Any:
-    """The gradient of the scores, and ``log_beta`` like ``log_alpha`` meanwhile."""
-    with recorder:
-        beta = args[6].new_empty(args[6].shape)
-        grad = args[1].new_empty(args[1].shape)
-        del beta
-    return grad
 
 
 # ---------------------------------------------------------------------- flex attention

@@ -203,7 +203,10 @@ def _graphs(torch: Any, session: Any, changes: Changes) -> None:
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
             session.record.assume(_GRAPHED)
 
-        replay = reset = capture_end = lambda self: None
+        def replay(self) -> None:
+            """Do nothing."""
+
+        reset = capture_end = replay
 
         def capture_begin(self, *_args: Any, **_kwargs: Any) -> None:
             """Begin."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 from typing import Any
 
 from nbmemprof.prediction import carrying
@@ -29,12 +30,12 @@ def checkpoints(torch: Any, session: Any, changes: Changes) -> None:
         session.record.assume(_SAID)
         data = _HEAD + carrying.dump_tensors(torch, obj, shadows)
         if isinstance(f, (str, os.PathLike)):
-            kept[os.path.abspath(f)] = data
+            kept[str(Path(f).absolute())] = data
         else:
             f.write(data)
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        data = kept.get(os.path.abspath(f)) if isinstance(f, (str, os.PathLike)) else _peek(f)
+        data = kept.get(str(Path(f).absolute())) if isinstance(f, (str, os.PathLike)) else _peek(f)
         if data is None:
             return plain_load(f, map_location, *args, **kwargs)
         return carrying.load_tensors(data[len(_HEAD) :], shadows, lambda device: _placed(torch, device, map_location))

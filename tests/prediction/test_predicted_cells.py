@@ -1,0 +1,214 @@
+"""``%%memprof --predict``: the cell runs elsewhere, unchanged; what it prints, shows and raises comes back, and nothing here changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+import nbmemprof as mp
+from nbmemprof import magics
+from nbmemprof.capture import Capture
+from nbmemprof.prediction import legal
+from nbmemprof.prediction.child import PredictionFailed
+
+torch = pytest.importorskip("torch")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def shell():
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell(config=config)
+    shell.colors = "nocolor"
+    mp.load_ipython_extension(shell)
+    yield shell
+    mp.unload_ipython_extension(shell)
+
+
+@pytest.fixture
+def run(shell):
+    def run(text):
+        with capture_output() as seen:
+            result = shell.run_cell(text, store_history=True)
+        return result, seen.stdout + seen.stderr
+
+    return run
+
+
+@pytest.fixture
+def notebook(run):
+    """The early cells of a real notebook, on a machine without a GPU."""
+    run("import torch\nfrom torch import nn\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'")
+    run("model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).to(device)\noptimizer = torch.optim.AdamW(model.parameters())")
+    failed, _ = run("x = torch.randn(64, 1024)\ny = x.cuda()")
+    assert not failed.success
+    return run
+
+
+STEP = "for i in range(2):\n    loss = model(y).pow(2).mean()\n    loss.backward(); optimizer.step(); optimizer.zero_grad()\n    print(i, loss.item(), loss.device)\ndevice"
+
+
+def frozen(shell):
+    return {name: id(value) for name, value in shell.user_ns.items() if not name.startswith("_") and name not in ("In", "Out")}
+
+
+@pytest.mark.cost(2)
+def test_early_cells_are_decided_again_and_nothing_here_changes(notebook, shell):
+    before = frozen(shell)
+    result, text = notebook("%%memprof --predict H200\n" + STEP)
+    assert result.success
+    assert text.startswith("0 1.0 cuda:0\n1 1.0 cuda:0\nOut[")
+    assert "'cuda'" in text
+    assert frozen(shell) == before
+    assert shell.user_ns["device"] == "cpu"
+    assert {p.device.type for p in shell.user_ns["model"].parameters()} == {"cpu"}
+    assert not shell.user_ns["optimizer"].state
+    capture = shell.user_ns["_memprof"]
+    assert capture.meta["origin"] == "predicted"
+    assert "predicted, not measured on NVIDIA H200" in text
+    parameters = sum(p.nbytes for p in shell.user_ns["model"].parameters())
+    held = dict(mp.breakdown(capture).select("category", "requested_bytes").iter_rows())
+    assert held["weights"] == held["gradients"] == parameters
+    assert held["optimizer_state"] >= 2 * parameters  # two moments, made in the cell
+    assert mp.summary(capture)["start_allocated_bytes"].item() >= parameters  # the model is an opening balance
+    assert any("device = 'cuda'" in said for said in capture.meta["warnings"])
+
+
+@pytest.mark.cost(0.5)
+def test_the_flags_of_a_plain_cell_work(notebook, shell, tmp_path):
+    result, text = notebook(f"%%memprof --predict H200:80GiB --limit 60GiB --out kept --save {tmp_path}/a.nbmem -q\nz = torch.zeros(1 << 20, device='cuda')")
+    assert result.success
+    assert "saved" in text.lower()
+    assert "peak" not in text
+    assert shell.user_ns["kept"] is shell.user_ns["_memprof"]
+    assert mp.load(tmp_path / "a.nbmem").meta["origin"] == "predicted"
+    assert shell.user_ns["kept"].meta["capacity_bytes"] == 80 << 30
+    assert shell.user_ns["kept"].meta["limit_bytes"] == 60 << 30
+    assert "z" not in shell.user_ns
+
+
+@pytest.mark.cost(0.5)
+def test_an_error_is_the_users_own_with_its_line(run, shell):
+    run("class Own(Exception): pass\ndef fails(n):\n    raise Own(n)")
+    result, text = run("%%memprof --predict H200\nimport torch\nq = torch.zeros(4, device='cuda')\nfails(7)")
+    assert type(result.error_in_exec) is shell.user_ns["Own"]
+    assert "----> 4 fails(7)" in text
+    assert "nbmemprof" not in text.split("Own: 7")[0].replace("%%memprof", "")
+    assert "predicted" in text.split("Own: 7")[1]  # the report comes after the error
+
+
+@pytest.mark.cost(0.5)
+def test_frames_of_the_fake_run_are_not_shown(run):
+    _, text = run("%%memprof --predict H200 -q\nimport torch\ntorch.zeros(2, 3, device='cuda') @ torch.zeros(2, 3, device='cuda')")
+    assert "----> 3 torch.zeros(2, 3" in text
+    assert "_subclasses" not in text
+    assert "prediction/" not in text
+
+
+@pytest.mark.cost(0.4)
+@pytest.mark.parametrize(
+    ("line", "body", "said"),
+    [
+        ("", "import os\nos.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("", "import os\nos._exit(3)", "code 3"),
+        ("", "import os\nos.kill(os.getpid(), 9)", "want of memory"),
+        ("--predict-seconds 1", "import time\ntime.sleep(60)", "longer than 1 s"),
+    ],
+)
+def test_a_child_that_ends_early_is_one_sentence(run, line, body, said):
+    result, text = run(f"%%memprof --predict H200 {line}\n{body}")
+    assert isinstance(result.error_in_exec, PredictionFailed)
+    assert said in text
+    assert "Traceback" not in text
+    assert run("1 + 1")[0].result == 2
+
+
+@pytest.mark.cost(0.5)
+def test_memory_of_this_machine_is_bounded(run):
+    _, text = run("%%memprof --predict H200 --predict-host 256MiB -q\nheap = bytearray(1 << 30)")
+    assert "----> 2 heap = bytearray(1 << 30)" in text
+    assert "--predict-host allows more" in text
+
+
+@pytest.mark.cost(0.5)
+def test_an_interrupt_stops_the_child_where_it_is(run):
+    timer = threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begun = time.monotonic()
+    result, text = run("%%memprof --predict H200 -q\nimport time\ntime.sleep(60)")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert "----> 3 time.sleep(60)" in text
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.cost(0.5)
+@pytest.mark.parametrize(("name", "value"), [("_ENSURE", "_ZN3c107nothingEv"), ("_BUILT", 9)])
+def test_a_torch_with_other_internals_is_refused_in_words(run, monkeypatch, name, value):
+    monkeypatch.setattr(legal, name, value)
+    result, text = run("%%memprof --predict H200\nimport torch\ntorch.zeros(3, device='cuda')")
+    assert isinstance(result.error_in_exec, PredictionFailed)
+    assert f"can't be set up with torch {torch.__version__}" in text
+    assert "Traceback" not in text
+
+
+def test_a_wrong_device_is_refused_before_anything_runs(run):
+    result, text = run("%%memprof --predict H999\nraise SystemExit")
+    assert not result.success
+    assert "H999" in text
+    assert "H200" in text
+
+
+@pytest.mark.cost(0.5)
+def test_other_magics_and_awaiting_work_in_the_child(run):
+    _, text = run("%%memprof --predict H200 -q\n%%time\nprint('timed')")
+    assert "timed" in text
+    assert "Wall time" in text
+    _, text = run("%%memprof --predict H200 -q\nimport asyncio\nawait asyncio.sleep(0)\n'awaited'")
+    assert "'awaited'" in text
+
+
+@pytest.mark.cost(5)
+def test_names_are_carried_where_a_fork_would_hang(run, shell):
+    """Polars' threads don't live on in a fork: a fresh process gets the names, a model of any size as its shapes."""
+    run("import polars as pl\nimport torch\nfrom torch import nn\nwide = nn.Linear(2048, 2048)\nview = wide.weight[:4]\ndef area(m):\n    return m.weight.numel()\nlock = __import__('threading').Lock()")
+    before = frozen(shell)
+    result, text = run("%%memprof --predict H200\nwide.cuda()(torch.zeros(2, 2048, device='cuda'))\nprint(area(wide), pl.DataFrame({'a': [1, 2]})['a'].sum(), wide.weight.device)")
+    assert result.success, text
+    assert f"{2048 * 2048} 3 cuda:0" in text
+    assert frozen(shell) == before
+    assert any("lock" in one["what"] for one in shell.user_ns["_memprof"].meta["assumptions"])
+
+
+@pytest.mark.cost(5)
+def test_a_session_keeps_what_its_cells_make(notebook, shell):
+    before = frozen(shell)
+    _, text = notebook("%memprof predict on H200")
+    try:
+        assert "on for H200" in text
+        assert "failed here" not in text
+        result, text = notebook("made = [p.device.type for p in model.parameters()]\nprint(made, y.device)\nlen(made)")
+        assert result.success, text
+        assert "['cuda', 'cuda', 'cuda', 'cuda'] cuda:0" in text
+        result, text = notebook("%%memprof --out named\n" + STEP)
+        assert "predicted, not measured on NVIDIA H200" in text
+        assert isinstance(shell.user_ns["named"], Capture)
+        assert shell.user_ns["named"] is shell.user_ns["_memprof"]
+        assert mp.summary(shell.user_ns["named"])["start_allocated_bytes"].item() > 32 * MIB
+        result, text = notebook("made[9]")
+        assert isinstance(result.error_in_exec, IndexError)
+        assert "----> 1 made[9]" in text
+        _, text = notebook("import nbmemprof as mp\nwith mp.record('torch_cpu') as rec:\n    kept = torch.zeros(1 << 20)\nprint(mp.summary(rec.capture)['peak_allocated_bytes'].item() >= 4 << 20, torch.cuda.max_memory_allocated() > 1 << 20)")
+        assert "True True" in text
+    finally:
+        _, text = notebook("%memprof predict off")
+    assert "prediction is off" in text
+    assert magics.of(shell).router.session is None
+    assert {name: value for name, value in frozen(shell).items() if name != "named"} == before
