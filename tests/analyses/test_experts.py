@@ -25,7 +25,7 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-@pytest.mark.cost(5)
+@pytest.mark.cost(1.5)
 @pytest.mark.parametrize(("how", "each"), [("grouped_mm", 4 * (WIDTH + 2 * INNER + INNER + INNER + WIDTH)), ("eager", 4 * (WIDTH + 2 * INNER + INNER + INNER + WIDTH))])
 def test_a_mixture_in_one_module_is_told_by_the_routers_choice(mixtral: Any, how: str, each: int) -> None:
     """Of a routed token its input, gate and up, activation, product and output are kept, fp32, and some bytes of indices."""
@@ -55,7 +55,7 @@ class Mixture(torch.nn.Module):  # type: ignore[misc]
         return [expert(x[to == n]) for n, expert in enumerate(self.experts)]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.3)
 def test_experts_that_are_modules_are_measured_each() -> None:
     model, x, to = Mixture(), torch.randn(10, 8), torch.tensor([0] * 7 + [2] * 3)
     with mp.record() as rec:

@@ -27,7 +27,7 @@ def generate(model: Any, tokens: Any, mask: Any, **more: Any) -> Any:
     return model.generate(tokens, attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False, pad_token_id=0, return_dict_in_generate=True, **more)
 
 
-@pytest.mark.cost(12)
+@pytest.mark.cost(4)
 def test_a_growing_cache_is_the_models_arithmetic_and_padding_is_told(llama: Any) -> None:
     tokens = torch.randint(5, 500, (3, 20))
     mask = torch.ones_like(tokens)
@@ -45,7 +45,7 @@ def test_a_growing_cache_is_the_models_arithmetic_and_padding_is_told(llama: Any
     assert row["free_bytes"] == (1 << 24) - mp.summary(rec.capture)["end_allocated_bytes"].item()
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_static_cache_has_room_that_nobody_uses(llama: Any) -> None:
     transformers = pytest.importorskip("transformers")
     cache = transformers.StaticCache(config=llama.config, max_cache_len=64)
@@ -74,7 +74,7 @@ def test_a_paged_cache_that_is_tagged_wastes_the_end_of_its_blocks() -> None:
     del held
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.5)
 def test_a_generation_of_an_8b_model_on_an_h200_takes_131072_bytes_a_token() -> None:
     """Llama of 8 B parameters: 32 layers, 8 heads of 128, bf16; batch 4, 1024 tokens and 7 more."""
     row = mp.kv_cache(play("llama8b_generate"), sequences=4, tokens=[1031] * 4).row(0, named=True)

@@ -42,7 +42,7 @@ def adam(steps: int = 3, optimizer: str = "Adam") -> Any:
     return net, opt
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(2)
 def test_the_state_that_adam_makes_in_its_first_step_is_named_and_is_no_leak() -> None:
     capture = recorded(adam)
     said = found(capture, "first_step") or ""

@@ -61,7 +61,7 @@ def test_the_nested_lists_hold_every_module_and_escape_names() -> None:
     assert made.count('class="name"') == 3
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(1)
 def test_first_view_and_report_have_tree_and_ledger_within_their_budgets() -> None:
     made = first.bundle(play("gpt2_fp32"))
     assert sum(len(part.encode()) for part in made.values()) <= first.BUDGET_BYTES
