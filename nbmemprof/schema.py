@@ -167,9 +167,9 @@ TABLES: dict[str, dict[str, Column]] = {
     "contexts": {
         "seq": Column(pl.Int64, "the event"),
         "span": Column(pl.Int64, "the piece of the program that it fell into: one forward, backward or step of an optimizer, or what lies between two of them"),
-        "phase": Column(_WORD, "forward, backward, recompute, optimizer", null="none of them"),
+        "phase": Column(_WORD, "forward, backward, recompute, optimizer, zero_grad", null="none of them"),
         "layer": Column(_WORD, "module path", null="outside modules, or not seen"),
-        "name": Column(_WORD, "the phase that the user named", null="none"),
+        "name": Column(_WORD, "the phase that the user named, by mp.phase or a range of NVTX", null="none"),
         "step": Column(pl.Int64, "training step, from 0", null="no optimizer was seen"),
         "evidence": Column(pl.Enum(EVIDENCE), "how the source knows"),
     },

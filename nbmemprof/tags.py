@@ -88,7 +88,7 @@ def tagged() -> Iterator[tuple[Any, str, str]]:
 
 
 class phase:  # noqa: N801 - used as a function: with mp.phase("rollout"):
-    """Name a part of the program: ``with mp.phase("rollout"): ...``; allocations in it carry the name as their phase."""
+    """Name a part of the program: ``with mp.phase("rollout"): ...``; allocations in it carry the name as their phase. Ranges of NVTX (``torch.cuda.nvtx``) do the same."""
 
     def __init__(self, name: str) -> None:
         self.name = str(name)
