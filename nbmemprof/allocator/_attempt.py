@@ -117,10 +117,15 @@ def attempt(recording: Recording, terms: Terms) -> Followed:
     model.run(start.trace, start.trace, start.rows, start.moments, work=recording.events.height)
     mismatch = _mismatch(recording, model)
     if mismatch is None and recording.lost:
-        mismatch = mismatch_at(recording, min(recording.lost) // M.WORDS, "its free never completes, yet the block is not pending at the end: a free_completed is missing", None)
+        mismatch = mismatch_at(recording, min(recording.lost) // M.WORDS, _never_completes(recording), None)
     if mismatch is None:
         mismatch = end_differs(recording, model) if recording.has_picture else _given_twice(recording)
     return Followed(recording, terms, model, start.rows, start.moments, mismatch, [*start.said, *_inferred(recording, model, start)])
+
+
+def _never_completes(recording: Recording) -> str:
+    seen = "yet the block is not pending at the end" if recording.has_picture else "and no other free of this trace waits for a stream"
+    return f"its free never completes, {seen}: a free_completed is missing"
 
 
 def _inferred(recording: Recording, model: Model, start: Prepared) -> list[str]:

@@ -26,7 +26,7 @@ from nbmemprof.units import format_bytes, format_count
 
 __all__ = ["locate", "refusal_by_stack"]
 
-_NO_STACK = -1
+_NO_STACK = (1 << 32) - 1
 _INTERPRETED, _COMPILED = 800_000, 60_000_000  # events followed in all trials, about 8 s at most
 _FURTHER = 64  # events that one more must explain where it does not explain all: what the rules would do here always explains one
 _EACH = 128  # places that are tried one by one; of more the borders are found by halving
@@ -87,18 +87,24 @@ def refusal_by_stack(found: Followed) -> dict[str, Any] | None:
     ``empty_cache()`` it has the stack of that call, or where such calls' stacks are not recorded that of the segment's own ``segment_alloc``.
     """
     recording = found.recording
-    stack = recording.events["stack_id"].fill_null(_NO_STACK).to_numpy().astype(np.int64)
+    moments = found.moments[: int(found.model.m[M.FOUND])].reshape(-1, 2)
+    flushes = (moments[moments[:, 1] == 0, 0] // M.WORDS).tolist()
+    if not flushes or recording.events["stack_id"].null_count() == recording.events.height:
+        return None
+    stack = recording.events["stack_id"].fill_null(_NO_STACK).to_numpy()
     kind, addr, size = recording.kind, recording.addr, recording.size
-    calls = _calls_of_empty_cache(recording)
-    for word, pool in found.moments[: int(found.model.m[M.FOUND])].reshape(-1, 2).tolist():
-        begin = word // M.WORDS
+    taken = np.flatnonzero((kind == M.SEGMENT_ALLOC) | (kind == M.SEGMENT_MAP))
+    known = {_NO_STACK, *_calls_of_empty_cache(recording)}
+    for begin in flushes:
         end = begin
         while end < len(kind) and kind[end] in (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OTHER):
             end += 1
-        own = np.isin(kind[:begin], (M.SEGMENT_ALLOC, M.SEGMENT_MAP)) & (addr[:begin] < addr[begin] + size[begin]) & (addr[:begin] + size[:begin] > addr[begin])
         told = int(stack[begin])
-        served = end < len(kind) and int(stack[end]) == told  # by new memory, after the driver had refused
-        if pool or served or told in {_NO_STACK, *calls} or not own.any() or (stack[:begin][own] == told).any():
+        if told in known or (end < len(kind) and int(stack[end]) == told):  # served by new memory, after the driver had refused
+            continue
+        before = taken[: np.searchsorted(taken, begin)]
+        own = before[(addr[before] < addr[begin] + size[begin]) & (addr[before] + size[before] > addr[begin])]
+        if not len(own) or (stack[own] == told).any():
             continue
         reason = "memory was given back by a request, as the call stack shows, and no request is recorded: an oom (a request that was refused) is missing right before this event"
         missing = {"action": "oom", "addr": None, "bytes": None, "stream": recording.events["stream"][begin]}

@@ -102,10 +102,14 @@ class Recording:
 
     def _lost(self, waiting: Words, row: Words) -> list[int]:
         """Frees that never complete, of blocks that are not pending at the end: their ``free_completed`` is missing."""
-        if not len(waiting) or not self.has_picture:
+        if not len(waiting):
             return []
         completed = np.zeros(self.rows.height + 1, bool)
         completed[row[self.kind == M.FREE_COMPLETED]] = True
+        if not self.has_picture:  # the only free of a trace that waits for another stream, and in vain, while requests go on
+            i = int(waiting[0])
+            alone = len(waiting) == 1 and row[i] >= 0 and not completed[row[i]] and bool((self.kind[i:] == M.ALLOC).any())
+            return [(i + 1) * M.WORDS] if alone else []
         pending = set(self.final.filter(pl.col("state").cast(pl.String) == "active_pending_free")["addr"].to_list())
         return [int(i + 1) * M.WORDS for i in waiting.tolist() if row[i] >= 0 and not completed[row[i]] and int(self.addr[i]) % (1 << 64) not in pending]
 

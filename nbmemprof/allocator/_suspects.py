@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._attempt import ACTIONS, Followed
@@ -70,6 +71,11 @@ class _Clues:
         for row in np.flatnonzero((done >= self.at) & (asked < 0) & (made >= 0))[:_MOST].tolist():
             i = int(done[row])  # where all frees complete at once, so did this one
             yield self._half(M.FREE_REQUESTED, i, int(made[row]) + 1 if deferred else i, i, row)
+        pending = set(r.final.filter(pl.col("state").cast(pl.String) == "active_pending_free")["addr"].to_list())
+        if pending:  # at the end, and never asked for
+            ends = np.isin(int64(r.rows["addr"]), np.asarray(sorted(pending), np.uint64).view(np.int64))
+            for row in np.flatnonzero(ends & (made >= 0)[:-1] & (asked < 0)[:-1] & (done < 0)[:-1] & r.rows["done_seq"].is_null().to_numpy())[:_MOST].tolist():
+                yield self._half(M.FREE_REQUESTED, int(made[row]), int(made[row]) + 1, self.end, row)
         over = r.rows["done_seq"].is_not_null().to_numpy() if r.has_picture else np.ones(r.rows.height, bool)  # in use again, or not pending at the end
         waiting = np.flatnonzero((asked >= 0) & (asked <= self.at) & (done < 0) & np.append(over, False)).tolist()
         for row in waiting[:_MOST]:

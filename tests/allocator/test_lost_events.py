@@ -129,6 +129,24 @@ def test_memory_taken_twice_is_seen_without_a_final_picture():
     assert told["first_mismatch"]["index"] == at
 
 
+def test_a_lost_request_of_a_free_that_is_pending_at_the_end_is_told_by_the_picture():
+    whole = snapshot("default-streams.snapshot")
+    at = [i for i, e in enumerate(whole["device_traces"][0]) if e["action"] == "free_requested"][486]
+    low, high = judged(without(whole, at))["first_mismatch"]["between"]
+    assert low <= at <= high
+
+
+def test_without_a_picture_the_only_free_that_waits_in_vain_lacks_its_completion():
+    whole, _ = of_trace("gpt2_varlen_b8_expand")
+    trace = whole["device_traces"][0]
+    final = max(i for i, e in enumerate(trace) if e["action"] == "alloc")
+    used_again = {e["addr"]: i for i, e in enumerate(trace) if e["action"] == "alloc"}
+    at = max(i for i, e in enumerate(trace[:final]) if e["action"] == "free_completed" and used_again[e["addr"]] < i)
+    told = judged(without(whole, at))
+    assert not told["exact"]
+    assert told["first_mismatch"]["index"] == at
+
+
 def test_two_lost_events_are_told_one_at_a_time():
     whole = snapshot("mempool.snapshot")
     trace = whole["device_traces"][0]
