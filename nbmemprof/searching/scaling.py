@@ -12,7 +12,7 @@ __all__ = ["Family", "grown"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-_SPARE = 0.02  # of the requests may come or go, as workspaces do
+_SPARE = 0.2  # of the requests may come or go, as workspaces and the buffers of reductions do
 _SLACK = 4096  # bytes: workspaces are padded
 
 
@@ -28,6 +28,10 @@ class Family:
         if stream is not None and (stream.complete or stream.batch not in self.streams):
             self.streams[stream.batch] = stream
             self._pairs = {key: pair for key, pair in self._pairs.items() if stream.batch not in key}
+
+    def tolerant(self) -> bool:
+        """Whether a run was seen to go on after a refusal."""
+        return any(s.survived for s in self.streams.values() if s.complete)
 
     def steady(self) -> bool:
         """Whether the number of requests stays as it is when the batch grows; a loop over samples asks more often instead of for more."""

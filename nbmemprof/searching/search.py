@@ -16,6 +16,7 @@ _CAP = 1 << 24  # beyond this a step does not grow with its batch
 _FAR = 3  # a prediction this many times the largest probe is looked at nearer first
 _NEAR = 0.7
 _BELIEVED = 2
+_BEYOND = 1.25
 _TRIES = 8  # what a search may cost
 
 
@@ -97,10 +98,13 @@ class Search:
         """The try that tells most."""
         assert self.lo is not None  # noqa: S101 - the first probe fitted
         guess = self.predict()
-        self.predicted = guess
         if guess is None:  # nothing was recorded: double, then halve
             self.ask(min(2 * self.lo, self.high or _CAP) if self.hi is None else (self.lo + self.hi) // 2, "search")
             return
+        if self.hi is None and self.bench.plans and not self.family.tolerant():
+            # convolutions go on with another plan where a workspace is refused: beyond the first refusal, but not far
+            guess = max(guess, min(self.predict(tolerant=True) or 0, int(_BEYOND * guess)))
+        self.predicted = guess
         largest = max(t.batch for t in self.tries if t.fits)
         if self.hi is None and guess >= _FAR * largest and largest < _NEAR * guess and not any(t.purpose == "nearer" for t in self.tries):
             self._misses += not self.ask(max(self.lo + 1, int(_NEAR * guess)), "nearer")
@@ -111,19 +115,19 @@ class Search:
             return
         # the model says that the next one fails: that is what the second confirming try is for
         if self.hi is None:
-            ahead = min(self.lo + self._wide, self.high or _CAP)
+            ahead = min(self.lo + max(1, self._wide // 2), self.high or _CAP)  # 1, 1, 2, 4 …
             self._wide *= 2
         else:
             ahead = self.lo + 1 if self.hi - self.lo <= max(2, _TRIES - len(self.tries)) else (self.lo + self.hi) // 2
         self.ask(ahead, "confirm")
 
     # ------------------------------------------------------------------ the prediction
-    def predict(self) -> int | None:
+    def predict(self, *, tolerant: bool = False) -> int | None:
         """Largest batch between what fitted and what did not that the rules serve; ``lo`` where it is the next one that fails, None where nothing is known."""
         assert self.lo is not None  # noqa: S101 - the first probe fitted
         if self.room.bytes is None:
             return None
-        fits = self._judge()
+        fits = self._judge(tolerant=tolerant or self.family.tolerant())
         if fits is None:
             return None
         top = min(self.high if self.high is not None else _CAP, self.hi - 1 if self.hi is not None else _CAP)
@@ -138,7 +142,7 @@ class Search:
             good, bad = (middle, bad) if fits(middle) else (good, middle)
         return good
 
-    def _judge(self) -> Callable[[int], bool] | None:
+    def _judge(self, *, tolerant: bool) -> Callable[[int], bool] | None:
         """Whether a batch fits, by its requests under the limit; by its peak where runs can't be matched."""
         assert self.lo is not None  # noqa: S101 - the first probe fitted
         if self.family.steady() and self.family.at(self.lo + 1) is not None:
@@ -150,7 +154,7 @@ class Search:
                     return False
                 stream, sizes = found
                 return stream.serve(
-                    sizes, limit_bytes=room.limit_bytes, capacity_bytes=room.capacity_bytes, card_bytes=room.card_bytes, policy=self.bench.policy, runs=12
+                    sizes, limit_bytes=room.limit_bytes, capacity_bytes=room.capacity_bytes, card_bytes=room.card_bytes, policy=self.bench.policy, tolerant=tolerant, runs=12
                 ).fits
 
             return by_requests

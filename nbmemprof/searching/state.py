@@ -14,7 +14,7 @@ from typing import Any
 
 from nbmemprof import _optional
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "convolves"]
 
 _DEEPEST = 4
 _PLAIN = (list, dict, set, deque, bytearray)
@@ -43,6 +43,10 @@ class Keeper:
         """Put everything back as it was."""
         for undo in reversed(self._undo):
             undo()
+
+    def convolves(self) -> bool:
+        """Whether convolutions are among the modules that were found."""
+        return any(_is_convolution(thing) for thing in self._seen.values())
 
     # ------------------------------------------------------------------ random numbers
     def _rng(self) -> None:
@@ -194,6 +198,22 @@ class Keeper:
                     self._tensor(value)
             self._contents(state)
         self._contents(optimizer.state)
+
+
+def convolves(thing: Any, depth: int = 0) -> bool:
+    """Whether a model with convolutions is in this: itself, in a container, or an attribute."""
+    torch: Any = _optional.loaded("torch")
+    if torch is None or depth > _DEEPEST:
+        return False
+    if isinstance(thing, torch.nn.Module):
+        return any(_is_convolution(part) for part in thing.modules())
+    inside = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else vars(thing).values() if hasattr(thing, "__dict__") and not callable(thing) else ()
+    return any(convolves(part, depth + 1) for part in list(inside)[:100])
+
+
+def _is_convolution(thing: Any) -> bool:
+    torch: Any = _optional.loaded("torch")
+    return torch is not None and isinstance(thing, torch.nn.modules.conv._ConvNd)
 
 
 def _copy(torch: Any, tensor: Any) -> Any:

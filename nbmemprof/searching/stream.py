@@ -56,11 +56,15 @@ class Stream:
         self._recording = recording
         table = recording.trace.reshape(-1, M.WORDS)
         kind, row = table[:, M.T_KIND], table[:, M.T_ROW]
-        self._at = np.flatnonzero(kind == M.ALLOC)
+        refused = kind == M.OOM
+        ends = None if complete else (int(np.flatnonzero(refused)[-1]) if refused.any() else len(table))
+        # a refusal that the run went on after is asked again: it flushes the cache, whether it is then granted or not
+        again = refused if ends is None else refused & (np.arange(len(table)) < ends)
+        self.survived = int(again.sum())
+        self._at = np.flatnonzero((kind == M.ALLOC) | again)
+        self._again = again[self._at]
         self.sizes: Ints = table[self._at, M.T_SIZE].copy()
-        self.survived = int((kind == M.OOM).sum()) if complete else 0  # refusals that torch caught, as cuDNN's search for a plan does
-        refused = np.flatnonzero(kind == M.OOM)
-        self.asked = len(self._at) if complete or not len(refused) else int(np.searchsorted(self._at, refused[-1]))
+        self.asked = len(self._at) if ends is None else int(np.searchsorted(self._at, ends))
         freed = np.full(recording.rows.height + 1, len(table), np.int64)
         frees = np.flatnonzero((kind == M.FREE_REQUESTED) & (row >= 0))
         freed[row[frees]] = frees
@@ -68,8 +72,10 @@ class Stream:
         asks = np.cumsum((kind == M.FREE_REQUESTED) | (kind == M.ALLOC))
         end = freed[row[self._at]]
         soon = np.where(end < len(table), np.minimum(asks[np.minimum(end, len(table) - 1)] - asks[self._at], _LONG), _LONG + 1)
+        soon[self._again] = 1
         before = np.minimum(np.diff(counted[self._at], prepend=0), 3)
         self.tokens: Ints = (before * 8 + soon).astype(np.int64)
+        self._passing = soon == 1
 
     @classmethod
     def of(cls, capture: Capture | None, batch: int, *, complete: bool, device: int | None = None) -> Stream | None:
@@ -86,25 +92,44 @@ class Stream:
 
     def serve(
         self, sizes: Ints | None = None, *, limit_bytes: int | None = None, capacity_bytes: int | None = None, card_bytes: int | None = None, settings: Settings | None = None,
-        policy: str = "windows", runs: int = 1,
+        policy: str = "windows", tolerant: bool = False, runs: int = 1,
     ) -> Outcome:  # fmt: skip
         """Put the requests, with these sizes, through the rules from the heap as it was when they began.
 
-        ``policy``: where new segments lie, on which ties of the best fit hang; ``windows`` as the driver of an H200 was seen to put them.
+        Parameters
+        ----------
+        policy
+            Where new segments lie, on which ties of the best fit hang; ``windows`` as the driver of an H200 was seen to put them.
+        tolerant
+            Whether a refusal of what is freed at once is survived, as cuDNN's workspaces are: it then takes another plan.
         """
         recording = self._recording
         model = Model(
             settings or self.settings, rules_of(self.torch), limit_bytes=limit_bytes, capacity_bytes=capacity_bytes, card_bytes=card_bytes or capacity_bytes,
             policy=policy, records=4096 + 4 * recording.segments.height,
         )  # fmt: skip
-        operations = recording.bind(model).copy()
-        rows = np.zeros(2 * max(recording.rows.height, 1), np.int64)
+        operations, own = self._operations(recording.bind(model), self.sizes if sizes is None else sizes)
+        rows = np.zeros(2 * max(recording.rows.height + self.survived, 1), np.int64)
         if not (recording.starts_empty or recording.may_be_whole):
             recording.lay_out(model, rows)
-        if sizes is not None:
-            operations.reshape(-1, M.WORDS)[self._at, M.T_SIZE] = sizes
         m = model.m
         m[M.MODE], m[M.STOP] = M.MUTE, len(operations)
         model.run(np.zeros(0, np.int64), operations, rows, NOTHING, work=runs * len(operations) // M.WORDS)
         m = model.m
-        return Outcome(m[M.SKIPPED] == 0, int(m[M.SKIPPED]), int(m[M.ALLOCATED_BYTES + 1]), int(m[M.RESERVED_BYTES + 1]), int(m[M.RETRIES]))
+        refused = rows[2 * own] == -1
+        fatal = int((refused & ~self._passing).sum()) if tolerant else int((refused & ~self._again).sum())
+        return Outcome(fatal == 0, fatal, int(m[M.ALLOCATED_BYTES + 1]), int(m[M.RESERVED_BYTES + 1]), int(m[M.RETRIES]))
+
+    def _operations(self, trace: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+        """The trace with these sizes, survived refusals as requests that are given back at once; and the row of each request."""
+        table = trace.copy().reshape(-1, M.WORDS)
+        table[self._at, M.T_SIZE] = sizes
+        own = table[self._at, M.T_ROW].copy()
+        if self.survived:
+            at = self._at[self._again]
+            own[self._again] = self._recording.rows.height + np.arange(self.survived)
+            table[at, M.T_KIND], table[at, M.T_ROW] = M.ALLOC, own[self._again]
+            back = table[at].copy()
+            back[:, M.T_KIND], back[:, M.T_POOL] = M.FREE_REQUESTED, 0
+            table = np.insert(table, at + 1, back, axis=0)
+        return table.reshape(-1), own

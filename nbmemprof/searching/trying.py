@@ -14,7 +14,7 @@ from nbmemprof.analyses.summary import summary
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.searching.refusals import let_go, memory_error
-from nbmemprof.searching.state import Keeper
+from nbmemprof.searching.state import Keeper, convolves
 from nbmemprof.searching.stream import Stream
 from nbmemprof.sources import torch_history
 from nbmemprof.sources._cuda_api import Cuda
@@ -62,6 +62,7 @@ class Bench(Protocol):
 
     origin: str
     policy: str
+    plans: bool  # whether convolutions are among the step's modules
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
@@ -77,6 +78,7 @@ class LiveBench:
 
     origin = "measured"
     policy = "windows"
+    plans = False
 
     def __init__(self, step: Callable[..., Any], setup: Callable[[], Any] | None) -> None:
         self.step, self.setup = step, setup
@@ -85,6 +87,7 @@ class LiveBench:
     def __enter__(self) -> Self:
         self.clear()
         self._keeper = Keeper(self.step, self.setup)
+        self.plans = self._keeper.convolves()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,6 +162,7 @@ class LiveBench:
                     self.wait()
             else:
                 state = self.setup()
+                self.plans = self.plans or convolves(state)
                 for _ in range(STEPS):
                     self.step(state, batch)
                     self.wait()
@@ -228,7 +232,8 @@ class CudaBench(LiveBench):
         self._torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def _set(self, conf: str) -> None:
-        self._torch.cuda.memory._set_allocator_settings(conf)
+        change = getattr(self._torch._C, "_accelerator_setAllocatorSettings", None) or self._torch.cuda.memory._set_allocator_settings
+        change(conf)
 
     def room(self) -> Room:
         """Torch's limit, and what is free for this process now."""
