@@ -48,6 +48,7 @@ _NAMES = {
     "counters": "gpu.counters",
     "predict": "prediction.run",
     "max_batch": "searching.batch",
+    "sweep": "searching.sweeping",
     "temporary": "patterns",
     "LeakTracker": "patterns",
     "assert_no_growth": "patterns",
@@ -136,6 +137,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.recording import snapshot as snapshot
     from nbmemprof.runs import open_run as open_run
     from nbmemprof.searching.batch import max_batch as max_batch
+    from nbmemprof.searching.sweeping import sweep as sweep
     from nbmemprof.tags import phase as phase
     from nbmemprof.tags import tag as tag
     from nbmemprof.watching import watch as watch
