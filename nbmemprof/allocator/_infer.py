@@ -92,14 +92,14 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
         else:
             said.append("per_process_memory_fraction is set, but the card's size is not known")
     bounds = Bounds(recording, settings)
-    open_ = False
+    open_, refused = False, None
     if limit is None:
         limit, text = bounds.limit()
+        refused = bounds.physical() if limit is None else None
         if limit is None and not text:
             limit, text = bounds.collected()
         said += text
         open_ = bool(text) or (settings.garbage_collection_threshold > 0 and bool((recording.kind == M.SEGMENT_FREE).any()))
-    refused = bounds.physical() if limit is None else None
 
     terms = Terms(settings, torch, limit, capacity_bytes or refused, card, empty=recording.starts_empty or recording.may_be_whole)
 
@@ -112,6 +112,8 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
         found, undo = reroute(found, under)
     if open_ and not found.exact:
         found = _narrow(found, bounds.widest(), lambda limit: under(limit_bytes=limit))
+        if not found.exact and (free := under(limit_bytes=None)).exact:  # the collector never ran: what was given back was empty_cache()'s doing
+            found = free
         if found.limit_bytes != limit:
             said = [text for text in said if not text.startswith("a memory limit of")]
     if not found.exact and recording.may_be_whole:

@@ -266,3 +266,19 @@ def test_a_pool_that_was_dropped_is_found_out():
     assert told["exact"], told
     assert any("dropped by the last user" in text for text in told["inferred"])
     assert any("private pools'" in text for text in told["inferred"])
+
+
+def test_a_threshold_without_a_limit_is_no_collector():
+    """empty_cache() right before new memory looks like the collector's doing; where no limit explains the rest too, there is none."""
+    device = Device("garbage_collection_threshold:0.5")
+    kept = [device.malloc(n << 20) for n in (30, 12, 50)]
+    device.free(kept.pop())
+    device.empty_cache()
+    device.malloc(60 << 20)
+    device.free(device.malloc(70 << 20))
+    device.free(device.malloc(11 << 20))
+    device.malloc(90 << 20)  # with more reserved than at that call, and cached segments: a collector would have run
+    told = verdict(mp.load(device.snapshot()))
+    assert told["exact"], told
+    assert any("1 empty_cache() call" in text for text in told["inferred"])
+    assert not any("memory limit" in text for text in told["inferred"])
