@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import asking, habit_operators, keeping
+from nbmemprof.prediction import asking, attention, calibrating, habit_operators, keeping
 from nbmemprof.prediction.patches import Changes
 from nbmemprof.prediction.shadows import _NAME as VALUE
 
@@ -31,7 +31,7 @@ def kept(torch: Any, session: Any) -> Iterator[None]:
     session.compiled = False
     with contextlib.ExitStack() as stack:
         stack.callback(changes.undo)
-        for habit in (_arrays, _copies, _text, _loaders, _placing, _optimizers, _seeds, _graphs, _legacy, _sharing, _distributions, _bars, keeping.checkpoints, asking.memory):
+        for habit in (_arrays, _copies, _text, _loaders, _placing, _optimizers, _seeds, _graphs, _legacy, _sharing, _distributions, _bars, _attention, keeping.checkpoints, asking.memory):
             habit(torch, session, changes)
         habit_operators.install(torch, session)
         stack.enter_context(_compilers(torch, session, changes))
@@ -243,6 +243,20 @@ def _legacy(torch: Any, session: Any, changes: Changes) -> None:
 def _distributions(torch: Any, _session: Any, changes: Changes) -> None:
     """Values are not known, so they can't be checked."""
     changes.put(torch.distributions.Distribution, "_validate_args", False)
+
+
+def _attention(torch: Any, session: Any, changes: Changes) -> None:
+    """Note which attention was called, and take the kernels that were seen on the GPU itself."""
+    plain, noted = attention.choose, {}
+    session.record.attention = noted
+
+    def choose(torch: Any, gpu: Any, version: str, *call: Any) -> str:
+        key = calibrating.key_of(torch, *call)
+        kernel = calibrating.chosen.get(key) or plain(torch, gpu, version, *call)
+        noted[key] = kernel
+        return kernel
+
+    changes.put(attention, "choose", choose)
 
 
 # ---------------------------------------------------------------------- compilers

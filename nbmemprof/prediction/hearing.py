@@ -23,13 +23,15 @@ class PredictedError(Exception):
 class Hearing:
     """Handles the messages of one cell; ``raise_error`` after it."""
 
-    def __init__(self, shell: Any, child: Child) -> None:
-        self._shell, self._child = shell, child
+    def __init__(self, shell: Any, child: Child, *, silent: bool = False) -> None:
+        self._shell, self._child, self._silent = shell, child, silent
         self.others: dict[str, tuple[Any, ...]] = {}  # messages of other kinds, the last of each
         self._error: tuple[Any, ...] | None = None
 
     def __call__(self, message: tuple[Any, ...]) -> None:
         """Do what a message says."""
+        if self._silent and message[0] in ("stream", "display", "clear", "result"):
+            return
         handle: Callable[..., None] | None = getattr(self, f"_on_{message[0]}", None)
         if handle is None:
             self.others[message[0]] = message

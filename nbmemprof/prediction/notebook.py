@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +17,7 @@ import polars as pl
 
 from nbmemprof import _optional, schema
 from nbmemprof.capture import Capture
-from nbmemprof.prediction import carrying, feed, serving
+from nbmemprof.prediction import calibrating, carrying, feed, serving
 from nbmemprof.prediction.catalogue import GPU, find
 from nbmemprof.prediction.child import Child, Limits, PredictionFailed, forked, fresh
 from nbmemprof.prediction.earlier import Earlier, read
@@ -40,6 +40,7 @@ class Asked:
     limit_bytes: int | None = None
     conf: str = ""
     limits: Limits = field(default_factory=Limits)
+    calibrate: bool = False
 
     @property
     def title(self) -> str:
@@ -47,7 +48,7 @@ class Asked:
         return self.gpu.name
 
 
-def asked(words: str, *, limit: int | None = None, conf: str | None = None, seconds: float | None = None, host: int | None = None) -> Asked:
+def asked(words: str, *, limit: int | None = None, conf: str | None = None, seconds: float | None = None, host: int | None = None, calibrate: bool = False) -> Asked:
     """Understand ``H200`` or ``H200:80GiB`` and what stands beside it.
 
     Raises
@@ -56,7 +57,7 @@ def asked(words: str, *, limit: int | None = None, conf: str | None = None, seco
         There is no such GPU or size.
     """
     name, colon, size = words.partition(":")
-    return Asked(find(name), parse_bytes(size) if colon else None, limit, conf or "", Limits(seconds or Limits.seconds, host))
+    return Asked(find(name), parse_bytes(size) if colon else None, limit, conf or "", Limits(seconds or Limits.seconds, host), calibrate)
 
 
 # ---------------------------------------------------------------------- a cell's tree is replaced by a call
@@ -106,9 +107,32 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
     earlier = _earlier(history)
     job = serving.Job(text, number or 0, tuple(failed), earlier)
     started, zero = datetime.now(UTC).astimezone().isoformat(timespec="seconds"), _clock()
-    why = fork_hurts(shell, text)
+    hearing = _run(shell, job, wanted, quiet)
+    if "refused" in hearing.others:
+        raise PredictionFailed(hearing.others["refused"][1])
+    if "record" not in hearing.others:
+        return None, hearing
+    _, record, since, warnings, versions = hearing.others["record"]
+    gpu, extra = wanted.gpu, {}
+    if wanted.calibrate:
+        seen = calibrating.look(record.used, list(calibrating.calls(record)), gpu)
+        if calibrating.differs(record, seen):  # with the kernels that torch takes here
+            hearing = _run(shell, replace(job, choices=seen.kernels), wanted, quiet, silent=True)
+            _, record, since, warnings, versions = hearing.others.get("record", ("record", record, since, warnings, versions))
+        extra, gpu = calibrating.told(gpu, seen), calibrating.calibrated(gpu, seen)
+        warnings = [*warnings, *extra.pop("warnings", [])]
+    meta: dict[str, Any] = extra | {"warnings": warnings, "versions": versions, "cell": number, "title": None, "started": started, "duration_us": (_clock() - zero) * 1e6}
+    capture = feed.capture_of(record, gpu, conf=wanted.conf, torch=wanted.gpu.torch, limit_bytes=wanted.limit_bytes, capacity_bytes=wanted.capacity_bytes, since=since, meta=meta)
+    mark = schema.fill("marks", {"time_us": 0.0, "end_us": meta["duration_us"], "kind": "cell", "name": f"In[{number}]" if number is not None else "cell"}, height=1)
+    capture.tables["marks"] = pl.concat([capture.tables["marks"], mark], how="diagonal")
+    return capture, hearing
+
+
+def _run(shell: Any, job: serving.Job, wanted: Asked, quiet: Callable[[], None], *, silent: bool = False) -> Hearing:
+    """Run a job in a child, forked where that is safe; ``silent``: its output was shown before."""
+    why = fork_hurts(shell, job.text)
     if why is None:
-        hearing = _listen(shell, forked(lambda line: serving.copy(line, shell, wanted.gpu, job, quiet), wanted.limits), wanted)
+        hearing = _listen(shell, forked(lambda line: serving.copy(line, shell, wanted.gpu, job, quiet), wanted.limits), wanted, silent=silent)
         if "refused" in hearing.others and "fork" in hearing.others["refused"][1]:
             why = "autograd's threads"  # a GPU is here, and backward ran on the CPU: torch refuses in forked processes
     if why is not None:
@@ -116,21 +140,12 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
         child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf))
         child.send("namespace", carrying.pack(shell.user_ns, why))
         child.send("job", job)
-        hearing = _listen(shell, child, wanted)
-    if "refused" in hearing.others:
-        raise PredictionFailed(hearing.others["refused"][1])
-    if "record" not in hearing.others:
-        return None, hearing
-    _, record, since, warnings, versions = hearing.others["record"]
-    meta = {"warnings": warnings, "versions": versions, "cell": number, "title": None, "started": started, "duration_us": (_clock() - zero) * 1e6}
-    capture = feed.capture_of(record, wanted.gpu, conf=wanted.conf, torch=wanted.gpu.torch, limit_bytes=wanted.limit_bytes, capacity_bytes=wanted.capacity_bytes, since=since, meta=meta)
-    mark = schema.fill("marks", {"time_us": 0.0, "end_us": meta["duration_us"], "kind": "cell", "name": f"In[{number}]" if number is not None else "cell"}, height=1)
-    capture.tables["marks"] = pl.concat([capture.tables["marks"], mark], how="diagonal")
-    return capture, hearing
+        hearing = _listen(shell, child, wanted, silent=silent)
+    return hearing
 
 
-def _listen(shell: Any, child: Child, wanted: Asked) -> Hearing:
-    hearing = Hearing(shell, child)
+def _listen(shell: Any, child: Child, wanted: Asked, *, silent: bool) -> Hearing:
+    hearing = Hearing(shell, child, silent=silent)
     try:
         hearing.done(child.listen(hearing, wanted.limits))
     finally:

@@ -61,7 +61,7 @@ class Router:
 
     def predict(self, text: str, args: Namespace, number: int | None) -> tuple[Capture | None, Any]:
         """Predict one cell; its capture, and what can raise its own error."""
-        wanted = notebook.asked(args.predict, limit=args.limit, conf=args.conf, seconds=args.predict_seconds, host=args.predict_host)
+        wanted = notebook.asked(args.predict, limit=args.limit, conf=args.conf, seconds=args.predict_seconds, host=args.predict_host, calibrate=args.calibrate)
         return notebook.cell(self.shell, text, number, wanted, history=self._texts(), failed=list(self._failed), quiet=self._quiet)
 
     def _in_session(self, work: Work, raw: str, number: int) -> None:

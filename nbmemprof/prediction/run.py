@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from nbmemprof import _optional
 from nbmemprof.capture import Capture
-from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction.catalogue import GPU, find
-from nbmemprof.prediction.recorder import Record
+from nbmemprof.prediction.child import Limits, PredictionFailed
 from nbmemprof.units import parse_bytes
 
 __all__ = ["PredictionFailed", "predict"]
-
-
-class PredictionFailed(NbmemprofError):
-    """The process of the fake run ended without an answer."""
 
 
 def predict(
@@ -31,6 +21,9 @@ def predict(
     limit_bytes: int | str | None = None,
     conf: str = "",
     torch: str | None = None,
+    calibrate: bool = False,
+    seconds: float = Limits.seconds,
+    host_bytes: int | str | None = None,
     **kwargs: Any,
 ) -> Capture:
     """What would ``fn(*args)`` take on a GPU that is not here?
@@ -51,6 +44,11 @@ def predict(
         ``PYTORCH_CUDA_ALLOC_CONF``.
     torch
         Version whose rules hold; by default the one that was measured on this GPU.
+    calibrate
+        Where this very GPU is here: look at it for some seconds, and correct what lies outside of the allocator and which attention kernels are
+        taken. ``meta["calibration"]`` says what was corrected, or why not.
+    seconds, host_bytes
+        What the child may take on this machine: time, and memory (None: 8 GiB, at most half of what is free).
 
     Returns
     -------
@@ -62,51 +60,18 @@ def predict(
     PredictionFailed
         The child ended without an answer. An error of ``fn`` itself is raised as it is.
     """
-    from nbmemprof.prediction import feed
+    from nbmemprof.prediction import calibrating, calling, feed
 
     gpu = find(device)
-    rules = torch or gpu.torch
-    record = _in_child(fn, args, kwargs, gpu, rules)
+    rules, limits = torch or gpu.torch, Limits(seconds, None if host_bytes is None else parse_bytes(host_bytes))
+    record = calling.record_of(fn, args, kwargs, gpu, rules, limits, {})
+    meta: dict[str, Any] = {}
+    if calibrate:
+        seen = calibrating.look(record.used, list(calibrating.calls(record)), gpu)
+        if calibrating.differs(record, seen):
+            record = calling.record_of(fn, args, kwargs, gpu, rules, limits, seen.kernels)
+        meta, gpu = calibrating.told(gpu, seen), calibrating.calibrated(gpu, seen)
     return feed.capture_of(
         record, gpu, conf=conf, torch=rules, limit_bytes=None if limit_bytes is None else parse_bytes(limit_bytes),
-        capacity_bytes=None if capacity_bytes is None else parse_bytes(capacity_bytes), meta={},
+        capacity_bytes=None if capacity_bytes is None else parse_bytes(capacity_bytes), meta=meta,
     )  # fmt: skip
-
-
-def _in_child(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gpu: GPU, rules: str) -> Record:
-    loaded = _optional.loaded("torch")
-    live = loaded is not None and loaded.cuda.is_initialized()
-    context = multiprocessing.get_context("spawn" if live else "fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(theirs, fn, args, kwargs, gpu, rules), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        kind, value = pickle.loads(ours.recv_bytes())  # noqa: S301 - written by our own child
-    except EOFError as error:
-        child.join()
-        raise PredictionFailed(f"The fake run's process ended with code {child.exitcode} and no answer. Run less in it, or report the code.") from error
-    finally:
-        ours.close()
-    child.join()
-    if kind == "error":
-        raise value
-    record: Record = value
-    return record
-
-
-def _child(pipe: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gpu: GPU, rules: str) -> None:
-    from nbmemprof.prediction.engine import fake_run
-
-    try:
-        answer = ("record", fake_run(fn, args, kwargs, device_row=gpu, torch_rules=rules))
-    except BaseException as error:  # noqa: BLE001 - every error is the caller's
-        error.add_note("".join(traceback.format_exception(error))) if hasattr(error, "add_note") else None
-        answer = ("error", error)
-    try:
-        data = pickle.dumps(answer)
-    except Exception:  # noqa: BLE001 - an error that can't be carried is told in words
-        data = pickle.dumps(("error", PredictionFailed(f"{type(answer[1]).__name__}: {answer[1]}")))
-    pipe.send_bytes(data)
-    pipe.close()
-    os._exit(0)

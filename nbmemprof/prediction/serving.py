@@ -23,7 +23,7 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.prediction import adopting, aside, carrying
+from nbmemprof.prediction import adopting, aside, calibrating, carrying
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.earlier import Earlier
 from nbmemprof.prediction.engine import Session
@@ -45,6 +45,7 @@ class Job:
     number: int
     failed: tuple[str, ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
+    choices: dict[Any, str] = field(default_factory=dict)  # attention kernels that were seen on the GPU
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ def _session(line: Connection, gpu: GPU) -> Iterator[Any]:
 def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
     """Run one cell and tell what it took."""
     torch = _optional.require("torch", feature="a prediction")
+    calibrating.chosen.update(job.choices)
     warnings = _prepare(torch, shell, session, job)
     since = len(session.record.events)
     result = _run(shell, job.text, job.number)

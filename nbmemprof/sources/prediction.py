@@ -46,6 +46,7 @@ FLAGS = [
     Flag("--predict", "run the cell under fake tensors in a child process, for this GPU: nothing here changes, no GPU is needed", type=_device, metavar="DEVICE[:SIZE]"),
     Flag("--limit", "torch's own memory limit in a prediction, as 8GiB", type=_size, metavar="SIZE"),
     Flag("--conf", "PYTORCH_CUDA_ALLOC_CONF in a prediction", metavar="CONF"),
+    Flag("--calibrate", "where this very GPU is here: look at it, and correct what lies outside the allocator and which attention kernels are taken", action="store_true", default=False),
     Flag("--predict-seconds", "longest time of a prediction (default: 600)", type=_seconds, metavar="S"),
     Flag("--predict-host", "most memory that a prediction may take here (default: 8 GiB, at most half of what is free)", type=_size, metavar="SIZE"),
 ]

@@ -1,0 +1,93 @@
+"""A function under fake tensors in a child: forked where that is safe, else fresh and carried over; its record comes back, its error is raised here."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from nbmemprof import _optional
+from nbmemprof.prediction import calibrating, carrying, engine
+from nbmemprof.prediction.catalogue import GPU
+from nbmemprof.prediction.child import Child, Limits, PredictionFailed, forked, fresh
+from nbmemprof.prediction.recorder import Record
+
+__all__ = ["record_of", "serve"]
+
+
+def record_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gpu: GPU, rules: str, limits: Limits, choices: dict[Any, str]) -> Record:
+    """Run ``fn`` in a child and return what its fake run recorded.
+
+    Raises
+    ------
+    PredictionFailed
+        The child ended early.
+    """
+    torch = _optional.loaded("torch")
+    found: dict[str, Any] = {}
+    if hasattr(os, "fork") and not (torch is not None and torch.cuda.is_initialized()):
+        _listen(forked(lambda line: _run(line, lambda: (fn, args, kwargs), gpu, rules, choices), limits), limits, found)
+    if not found or _refuses_fork(found):
+        found.clear()
+        packed = carrying.pack({"call": (fn, args, kwargs)}, "CUDA is in use in this process")
+        if packed.left:
+            raise PredictionFailed(f"The call can't be carried into a fresh process ({packed.left['call']}). Take what can't be pickled out of the function and its arguments.")
+        child = fresh("nbmemprof.prediction.calling:serve", limits, {"CUDA_VISIBLE_DEVICES": ""})
+        child.send(packed.data, gpu, rules, choices)
+        _listen(child, limits, found)
+    if "error" in found:
+        raise _error(*found["error"])
+    record: Record = found["record"][0]
+    return record
+
+
+def serve(line: Connection) -> None:
+    """In a fresh process: take a call and run it."""
+    data, gpu, rules, choices = pickle.loads(line.recv_bytes())  # noqa: S301 - from the process that made this one
+    _run(line, lambda: carrying.load_tensors(data, None, lambda device: device)["call"], gpu, rules, choices)
+
+
+def _listen(child: Child, limits: Limits, found: dict[str, Any]) -> None:
+    try:
+        child.listen(lambda message: found.update({message[0]: message[1:]}), limits)
+    finally:
+        child.close()
+
+
+def _run(line: Connection, what: Callable[[], Any], gpu: GPU, rules: str, choices: dict[Any, str]) -> None:
+    calibrating.chosen.update(choices)
+    torch = _optional.require("torch", feature="a prediction")
+    torch.set_num_threads(1)
+    try:
+        with engine.Session(gpu, torch_rules=rules) as session:
+            fn, args, kwargs = what()
+            result = fn(*args, **kwargs)
+            del result, args, kwargs
+        answer: tuple[Any, ...] = ("record", session.record)
+    except BaseException as error:  # every error is the caller's
+        text = "".join(traceback.format_exception(error))
+        try:
+            answer = ("error", pickle.dumps(error.with_traceback(None)), text)
+        except Exception:  # one that can't be carried is told in words
+            answer = ("error", pickle.dumps(PredictionFailed(f"{type(error).__name__}: {error}")), text)
+    line.send_bytes(pickle.dumps(answer))
+    line.send_bytes(pickle.dumps(("done", True)))
+
+
+def _refuses_fork(found: dict[str, Any]) -> bool:
+    """Autograd had threads before the fork, and torch refuses in such a process."""
+    return "error" in found and "autograd's threading" in found["error"][1]
+
+
+def _error(data: bytes, text: str) -> BaseException:
+    try:
+        error = pickle.loads(data)  # noqa: S301 - written by our own child
+    except Exception:  # its class is not here, or asks for more than its text
+        error = PredictionFailed(text.rstrip().splitlines()[-1])
+    if not isinstance(error, BaseException):
+        error = PredictionFailed(text.rstrip().splitlines()[-1])
+    error.add_note(f"In the predicted code:\n{text}")
+    return error
