@@ -19,7 +19,7 @@ from nbmemprof import heap, schema
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.flags import Flag
-from nbmemprof.sources import _placing
+from nbmemprof.sources import _cuda_owned, _placing
 from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
 from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
@@ -39,7 +39,6 @@ _ENTRY_BYTES = {"none": 600, "python": 1800, "all": 3600}
 _KEPT_BYTES = 64  # an event that is kept as columns
 _BARE_EVENT_US = 0.4  # an entry without a stack (measured there too); one of three entries takes a stack
 _STACKS_PER_EVENT = 1 / 3
-_known_workspaces: dict[tuple[int | None, int], int] = {}  # (device, address) to bytes, of this process
 
 
 def source() -> TorchHistory:
@@ -371,7 +370,7 @@ class _Assembly:
             if table.height and table["stack_id"].null_count() == table.height:
                 self.warnings.append("no frames: that history is recorded without call stacks")
         made = heap.build(tables, **meta, warnings=self.warnings)
-        self._remember(made)
+        _cuda_owned.remember(made)
         extra: dict[str, pl.DataFrame] = {}
         if thinned:
             if ring.thinned and ring.windows[0].exact:
@@ -406,31 +405,8 @@ class _Assembly:
         placed = _placing.place(self.log, told, notes=self.owner._observer.noted)
         seen = _placing.contexts(self.log, placed)
         spans = _placing.marks(self.log, placed, seen, self.since.clock_us, self.end_us)
-        found = {"contexts": seen, "owners": pl.concat([_placing.owners(self.log, placed, since=self.since.record), self._workspaces(events)]), "marks": pl.concat([marks, spans])}
-        return found | _placing.tables(self.log, placed, self.since.record) | {"hints": self._buckets(events)}
-
-    def _buckets(self, events: pl.DataFrame) -> pl.DataFrame:
-        """What DistributedDataParallel itself asks for: its buckets, into which gradients are copied to be sent.
-
-        Where gradients are views of the buckets (``gradient_as_bucket_view``) their owners are found, and they are gradients.
-        """
-        mine = events.filter((pl.col("action").cast(pl.String) == "alloc") & pl.col("stack_id").is_in(self.ring.stacks.ending_in("torch/nn/parallel/distributed.py")))
-        return schema.fill("hints", {"alloc_seq": mine["seq"], "category": "framework", "evidence": "stack", "op": "DDP bucket"}, mine.height)
-
-    def _workspaces(self, events: pl.DataFrame) -> pl.DataFrame:
-        """Workspaces of cuBLAS that earlier recordings of this process saw made, if they are still there."""
-        live = self.last.blocks.filter(pl.col("state").cast(pl.String) == "active_allocated").select("device", "addr", "size_bytes").rows()
-        known = [(device, addr) for device, addr, size in live if _known_workspaces.get((device, addr)) == size]
-        if not known or not events.height:
-            return schema.empty("owners")
-        columns = {"kind": "device", "source": "torch", "seq": int(events["seq"][0]), "category": "workspace", "evidence": "operator", "name": "cuBLAS"}
-        places = {"device": pl.Series([d for d, _ in known], dtype=pl.Int64), "addr": pl.Series([a for _, a in known], dtype=pl.UInt64)}
-        return schema.fill("owners", columns | places, len(known))
-
-    @staticmethod
-    def _remember(made: Capture) -> None:
-        rows = made.tables["allocations"].filter(pl.col("free_seq").is_null() & (pl.col("category").cast(pl.String) == "workspace"))
-        _known_workspaces.update({(device, addr): size for device, addr, size in rows.select("device", "addr", "size_bytes").iter_rows()})
+        found = {"contexts": seen, "owners": pl.concat([_placing.owners(self.log, placed, since=self.since.record), _cuda_owned.workspaces(self.last.blocks, events)]), "marks": pl.concat([marks, spans])}
+        return found | _placing.tables(self.log, placed, self.since.record) | {"hints": _cuda_owned.buckets(events, self.ring.stacks)}
 
     # ------------------------------------------------------------------ thinned events
     def _say_what_is_missing(self, written: int, kept: int, meta: dict[str, Any]) -> None:
@@ -463,7 +439,7 @@ class _Assembly:
                 "time_us": max(peak.clock_us - start, 0.0) if peak.clock_us is not None else None, "seq": peak.seq, "snapshot_id": PEAK_ID if peak.blocks is not None else None,
             }  # fmt: skip
             if peak.blocks is not None:
-                pictures.append(self._named(peak.blocks, device, peak.clock_us))
+                pictures.append(_cuda_owned.named(peak.blocks, self.log, device, peak.clock_us))
         made.meta["peaks"] = peaks
         covered = [(w.samples["time_us"].min(), w.samples["time_us"].max()) for w in older if w.samples.height]
         kept_from = made.tables["events"]["time_us"].min() if made.tables["events"].height else self.end_us - start
@@ -475,21 +451,6 @@ class _Assembly:
             "blocks": pl.concat([*pictures, made.tables["blocks"]], how="diagonal"),
             "thinned": totals.group_by("device", "stack_id").agg(pl.col("count").sum(), pl.col("requested_bytes").sum()),
         }
-
-    def _named(self, blocks: pl.DataFrame, device: int, clock_us: float | None) -> pl.DataFrame:
-        """Blocks of a peak whose events are gone, with the category of what was found at their addresses before it and again after it.
-
-        Weights, state and buffers stay where they are; what came and went in between (activations) stays unknown.
-        """
-        if self.log is None or clock_us is None:
-            return blocks
-        names = ("addr", "category", "evidence", "layer")
-        rows = [(addr, category, evidence, layer, clock / 1e3 <= clock_us) for _, clock, where, addr, category, evidence, layer, _ in self.log.owners if where == device]
-        seen = pl.DataFrame(rows, schema=dict.fromkeys(names, pl.String) | {"addr": pl.UInt64, "before": pl.Boolean}, orient="row").unique()
-        both = seen.group_by(names).agg(pl.col("before").n_unique().alias("sides")).filter(pl.col("sides") == 2)
-        stays = both.unique("addr", keep="none").drop("sides")  # an address that was two things tells nothing
-        dtypes = schema.dtypes("allocations")
-        return blocks.join(stays, on="addr", how="left", maintain_order="left").with_columns(pl.col(n).cast(dtypes[n]) for n in names[1:])
 
     def _compare_with_rest(self, made: Capture, best: dict[int, Peak]) -> None:
         """Let the events that are kept whole take part: their peak has its place among them."""

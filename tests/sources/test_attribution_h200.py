@@ -14,7 +14,7 @@ from cuda_like import live_before_backward
 
 import nbmemprof as mp
 from nbmemprof.capture import Capture
-from nbmemprof.sources import torch_history
+from nbmemprof.sources import _cuda_owned
 
 EXACT = ("weights", "gradients", "optimizer_state", "kv_cache", "buffers")
 UNKNOWN = {"compiled": 0.05}
@@ -71,11 +71,11 @@ def test_what_nobody_found_is_unknown_and_no_neighbours(lost: str) -> None:
 
 def test_workspaces_that_an_earlier_recording_saw_made_are_known_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one began in the middle of a run: two blocks of 32 MiB were there already."""
-    monkeypatch.setattr(torch_history, "_known_workspaces", {})
+    monkeypatch.setattr(_cuda_owned, "_known", {})
     loose = pl.col("at_start") & (pl.col("requested_bytes") == 32 << 20) & (pl.col("category").cast(pl.String) == "unknown")
     before = play("gpt2_midrun").allocations.filter(loose)
     assert before.height == 2
-    monkeypatch.setattr(torch_history, "_known_workspaces", {(0, addr): 32 << 20 for addr in before["addr"]})
+    monkeypatch.setattr(_cuda_owned, "_known", {(0, addr): 32 << 20 for addr in before["addr"]})
     after = play("gpt2_midrun")
     assert after.allocations.filter(loose).is_empty()
     found = mp.breakdown(after).filter(pl.col("category").cast(pl.String) == "workspace")
