@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbmemprof import _optional
@@ -45,6 +46,8 @@ class Session:
             encoder.nested(torch, changes, self.record, shadows)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(where.watching())
+            stack.enter_context(_no_log("torch._subclasses.fake_tensor"))  # an error is raised to whom it belongs; it needs no log
+            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             stack.enter_context(mode_class(allow_non_fake_inputs=True))
             self.recorder = recorder_class(torch)(self.record, where, shadows, rules)
             self.where = where
@@ -58,6 +61,17 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _no_log(name: str) -> Iterator[None]:
+    log = logging.getLogger(name)
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def fake_run(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *, device_row: GPU, torch_rules: str | None = None) -> Record:

@@ -65,8 +65,9 @@ def recorder_class(torch: Any) -> type:
     class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Calls the operator, then looks at what is new."""
 
-        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any) -> None:
+        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any, kind: str = "cuda") -> None:
             super().__init__()
+            self.kind = kind  # of device whose storages are written down
             self.record, self.where, self.shadows, self.rules = record, where, shadows, rules
             self.live: dict[int, _Gone] = {}
             self.sizes: dict[int, int] = {}
@@ -140,7 +141,7 @@ def recorder_class(torch: Any) -> type:
                         self.note(func, item)
 
         def _one(self, func: Any, tensor: Any) -> None:
-            if tensor.device.type != "cuda":
+            if tensor.device.type != self.kind:
                 return
             try:
                 storage = tensor.untyped_storage()
@@ -194,6 +195,11 @@ def recorder_class(torch: Any) -> type:
             self.end(index)
             if low != high:
                 self.record.slack.append((index, low, high))
+
+        def loosely(self, index: int, low: float, high: float) -> None:
+            """Note that a request's size is only known within these parts of it."""
+            size = self.record.made[index].nbytes
+            self.record.slack.append((index, int(low * size), int(high * size)))
 
         def made_in_this_node(self, tensor: Any) -> bool:
             """Whether the node of the graph that is running made this storage itself."""

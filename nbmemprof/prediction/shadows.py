@@ -10,9 +10,11 @@ from typing import Any
 
 __all__ = ["Shadows"]
 
+HANGS = "sizes hang on values that are a guess (an unknown order, largest elements)"
 LIMIT = 4 << 20  # elements of an integer or boolean tensor
 SMALL = 16  # elements of a floating tensor
 _NAME = "_nbmemprof_value"
+_GUESS = "_nbmemprof_guess"
 
 
 class Shadows:
@@ -25,6 +27,7 @@ class Shadows:
         aten = torch.ops.aten
         self._scalar = aten._local_scalar_dense.default
         self._tables = _conventions(torch)
+        self._guess = False  # whether the shadows that were looked at last are guesses
         self._linspace = aten.linspace.default
         # masks are made with these: their values are kept in floating point too
         self._masks = frozenset((
@@ -48,10 +51,12 @@ class Shadows:
             return found
         return value if value.device.type == "cpu" and not value.is_sparse else None
 
-    def put(self, tensor: Any, value: Any) -> None:
-        """Remember a value."""
+    def put(self, tensor: Any, value: Any, *, guess: bool = False) -> None:
+        """Remember a value; a guess makes guesses of all that is computed from it."""
         if isinstance(tensor, self.fake):
             tensor.__dict__[_NAME] = value
+            if guess:
+                setattr(value, _GUESS, True)
 
     # ------------------------------------------------------------------ operators whose result hangs on values
     def answer(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -105,6 +110,8 @@ class Shadows:
             rows = int(tensor.numel() * self.fraction)
             self.record.assume(f"an unknown mask was taken to select {self.fraction:.0%} of its elements")
             real = self._some_indices(tensor.shape, rows)
+        elif self._guess:
+            self.record.assume(HANGS)
         return True, self._like(tensor.device, real)
 
     def _some_indices(self, shape: Any, rows: int) -> Any:
@@ -202,7 +209,7 @@ class Shadows:
     def _keep(self, out: Any, real: Any, mask: bool = False) -> None:  # noqa: FBT001, FBT002 - a flag of its own call
         if isinstance(out, self.tensor):
             if (mask or self._wanted(out)) and isinstance(real, self.tensor) and real.shape == out.shape:
-                self.put(out, real)
+                self.put(out, real, guess=self._guess)
         elif isinstance(out, (tuple, list)) and isinstance(real, (tuple, list)):
             for one, other in zip(out, real, strict=False):
                 self._keep(one, other)
@@ -215,6 +222,7 @@ class Shadows:
 
     def _shadow_args(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None:
         positional: list[Any] = []
+        self._guess = False
         for value in args:
             made = self._shadow(value)
             if made is _UNKNOWN:
@@ -236,7 +244,10 @@ class Shadows:
     def _shadow(self, value: Any) -> Any:
         if isinstance(value, self.tensor):
             known = self.of(value)
-            return _UNKNOWN if known is None else known
+            if known is None:
+                return _UNKNOWN
+            self._guess = self._guess or hasattr(known, _GUESS)
+            return known
         if isinstance(value, (list, tuple)):
             made = [self._shadow(item) for item in value]
             return _UNKNOWN if any(item is _UNKNOWN for item in made) else made
@@ -262,7 +273,7 @@ def _conventions(torch: Any) -> dict[Any, Any]:
     def zeros(shadows: Shadows, _func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
         item = out if isinstance(out, torch.Tensor) else out[1]
         with shadows._outside():
-            shadows.put(item, torch.zeros(item.shape, dtype=item.dtype))
+            shadows.put(item, torch.zeros(item.shape, dtype=item.dtype), guess=True)
         shadows.record.assume("unknown largest elements were taken to be the first")
 
     def counting(shadows: Shadows, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -271,7 +282,7 @@ def _conventions(torch: Any) -> dict[Any, Any]:
         dim = (dict(zip(names, args, strict=False)) | kwargs).get("dim", -1)
         size = args[0].shape[dim] if args[0].dim() else 1
         with shadows._outside():
-            shadows.put(indices, (torch.arange(indices.numel()) % max(1, size)).reshape(indices.shape))
+            shadows.put(indices, (torch.arange(indices.numel()) % max(1, size)).reshape(indices.shape), guess=True)
         shadows.record.assume("an unknown order was taken as 0, 1, 2, … (routing in balance)")
 
     return {

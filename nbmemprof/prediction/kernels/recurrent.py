@@ -119,6 +119,8 @@ def _forward(recorder: Any, func: Any, args: Any, _kwargs: Any) -> Any:
         if flat is None:  # weights that lie apart are copied together
             flat = data.new_empty(sum(w.numel() for w in weights))
         space = recorder.begin(workspace_bytes(mode, steps, batch, data.shape[-1], hidden, layers, directions, data.element_size()), op, "workspace", "operator")
+        if packed:
+            recorder.loosely(space, 0.8, 1.05)
         kept = reserve_bytes(mode, steps, batch, hidden, layers, directions, data.element_size(), dropout) if train else 0
         reserve = torch.empty(kept, dtype=torch.uint8, device=data.device)
         recorder.end(space)
@@ -144,6 +146,8 @@ def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any) -> Any:
         dhx = hx.new_empty(hx.shape)
         dcx = cx.new_empty(cx.shape) if cx is not None else None
         recorder.temporary(size, op)
+        if packed:
+            recorder.loosely(len(recorder.record.made) - 1, 0.8, 1.05)
         del given, source
         grads = []
         if mask[3]:

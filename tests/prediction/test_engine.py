@@ -1,0 +1,211 @@
+"""A step under fake tensors against what GPUs and CPUs measured, and what happens where torch is not as it should be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+from known_workloads import KNOWN
+
+import nbmemprof as mp
+from nbmemprof.errors import NbmemprofError
+from nbmemprof.prediction import feed, legal
+from nbmemprof.prediction.catalogue import find
+from nbmemprof.prediction.engine import Session, fake_run
+from nbmemprof.prediction.kernels.reduction import buffer_bytes
+from nbmemprof.prediction.recorder import Record
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "prediction"
+H200 = find("H200")
+PEAKS = json.loads((FIXTURES / "ground_truth.json").read_text())["peaks"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def captured(record: Record) -> Any:
+    return feed.capture_of(record, H200, conf="", torch="2.11", limit_bytes=None, capacity_bytes=None, meta={})
+
+
+# ---------------------------------------------------------------------- against an H200
+@pytest.mark.cost(3)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.cost(4 if "b" in name else 2)) for name in KNOWN])
+def test_both_peaks_of_known_workloads_are_those_of_the_h200(name):
+    if not {"gpt2", "llam", "bert"}.isdisjoint({name[:4]}):
+        pytest.importorskip("transformers")
+    row = mp.summary(captured(fake_run(KNOWN[name], device_row=H200))).row(0, named=True)
+    assert row["peak_reserved_bytes"] == PEAKS[name]["reserved"]
+    assert row["peak_allocated_bytes"] == pytest.approx(PEAKS[name]["allocated"], rel=1e-4)  # the rest: which free block a request found
+    for what in ("allocated", "reserved"):
+        assert row[f"peak_{what}_low_bytes"] <= PEAKS[name][what] <= row[f"peak_{what}_high_bytes"]
+
+
+def tensors(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def requests(session: Session, since: int) -> list[int]:
+    made = session.record.made
+    return [made[e].nbytes if e >= 0 else -made[~e].nbytes for e in session.record.events[since:] if made[e if e >= 0 else ~e].nbytes]
+
+
+@pytest.mark.cost(12)
+def test_operators_ask_for_what_they_asked_for_on_the_h200():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+    from operator_cases import attention, norms, reductions
+
+    rows = {row["name"]: row for row in json.loads(gzip.open(FIXTURES / "operators.json.gz").read())["rows"]}
+    same: dict[str, list[int]] = {}
+    with Session(H200) as session:
+        torch.nn.Linear(64, 64, device="cuda")(torch.randn(64, 64, device="cuda")).sum().backward()  # handles come with the first products
+        for part in (attention, reductions, norms):
+            for section, name, build in part(torch):
+                if name not in rows or "bfloat16" not in name:  # half of them: the other types take the same kernels or simpler ones
+                    continue
+                inputs, fn = build("cuda")
+                grad = "_ng" not in name
+                inputs = tuple(x.requires_grad_() if grad and x.is_floating_point() else x for x in inputs)
+                since = len(session.record.events)
+                with torch.set_grad_enabled(grad):
+                    out = fn(*inputs)
+                wanted = rows[name].get("again", rows[name])
+                same.setdefault(section, []).append(requests(session, since) == wanted["fwd"])
+                results = [t for t in tensors(out) if t.requires_grad]
+                if grad and results:
+                    grads = [torch.ones_like(t) for t in results]
+                    since = len(session.record.events)
+                    torch.autograd.backward(results, grads)
+                    same[section].append(requests(session, since) == wanted["bwd"])
+                    del grads
+                del out, results, inputs, fn
+    shares = {section: sum(hits) / len(hits) for section, hits in same.items()}
+    assert shares["reduce"] == 1.0
+    assert shares["attention"] > 0.9
+    assert shares["norm"] > 0.85
+    assert shares["pointwise"] > 0.9
+
+
+def test_the_buffer_of_a_reduction_is_the_launch_rules():
+    assert buffer_bytes((1024, 1024), (1024, 1), (0,), sms=132, acc_bytes=4) == (8388608, 32)  # a bias' gradient; recorded on an H200
+    assert buffer_bytes((1024, 1024), (1024, 1), (0, 1), sms=132, acc_bytes=4) == (512, 4)
+    assert buffer_bytes((16, 10), (10, 1), (0,), sms=132, acc_bytes=4) == (0, 0)
+    assert buffer_bytes((2048, 4096), (4096, 1), (0, 1), sms=108, acc_bytes=4)[0] < buffer_bytes((2048, 4096), (4096, 1), (0, 1), sms=132, acc_bytes=4)[0]
+
+
+# ---------------------------------------------------------------------- what a capture says
+def step() -> None:
+    """A net with attention, trained twice."""
+    net = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.nn.Linear(64, 100)).to("cuda")
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(2):
+        ids = torch.randint(0, 100, (8, 32), device="cuda")
+        torch.nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.cost(3)
+def test_every_analysis_and_the_page_work_on_a_prediction(tmp_path):
+    made = captured(fake_run(step, device_row=H200))
+    assert made.meta["origin"] == "predicted"
+    assert made.meta["torch"] == "2.11"
+    words = dict(mp.breakdown(made, at="peak").select("category", "size_bytes").iter_rows())
+    parameters = 100 * 64 + 64 * 64 * 4 + 64 * 4 + 2 * 64 * 128 + 128 + 64 + 4 * 64 + 64 * 100 + 100
+    assert words["weights"] >= 4 * parameters
+    assert words["optimizer_state"] >= 8 * parameters
+    assert {"activations", "gradients", "workspace"} & set(words)
+    layers = mp.layers(made)["layer"].to_list()
+    assert "Sequential.1.self_attn" in layers
+    for analysis in (mp.timeline, mp.sites, mp.lifetimes, mp.fragmentation, mp.leaks, mp.advise, mp.oom, mp.pools):
+        analysis(made)
+    assert made.to_html(tmp_path / "page.html").stat().st_size > 10_000
+    steps = made.marks.filter(made.marks["kind"] == "step")
+    assert steps.height == 2
+
+
+@pytest.mark.cost(2)
+def test_a_value_that_nobody_knows_is_counted_as_an_assumption_and_widens_the_range():
+    def routed() -> None:
+        x = torch.randn(64, 32, device="cuda")
+        chosen = x.softmax(-1).topk(2, -1).indices
+        for expert in range(4):
+            rows, _ = torch.where(chosen == expert)
+            x[rows].sum()
+
+    record = fake_run(routed, device_row=H200)
+    assert any(what.startswith("an unknown order") for what in record.assumptions)
+    assert any(what.startswith("sizes hang on") for what in record.assumptions)
+    row = mp.summary(captured(record)).row(0, named=True)
+    assert row["peak_allocated_high_bytes"] > 1.02 * row["peak_allocated_bytes"]
+
+
+@pytest.mark.cost(2)
+def test_known_masks_select_what_they_select():
+    def masked() -> None:
+        lengths = torch.tensor([3, 5], device="cuda")
+        mask = torch.arange(8, device="cuda")[None] < lengths[:, None]
+        kept = torch.randn(2, 8, 1024, device="cuda")[mask]
+        assert kept.shape == (8, 1024)
+        assert mask.sum().item() == 8
+
+    assert not fake_run(masked, device_row=H200).assumptions
+
+
+@pytest.mark.cost(2)
+def test_benchmark_mode_is_answered_with_a_range():
+    def run() -> None:
+        torch.backends.cudnn.benchmark = True
+        torch.nn.Conv2d(16, 32, 3, padding=1).to("cuda")(torch.randn(8, 16, 64, 64, device="cuda")).sum().backward()
+
+    record = fake_run(run, device_row=H200)
+    assert not torch.backends.cudnn.benchmark
+    row = mp.summary(captured(record)).row(0, named=True)
+    assert row["peak_allocated_high_bytes"] > 3 * row["peak_allocated_bytes"]
+
+
+# ---------------------------------------------------------------------- nothing stays behind, nothing crashes
+def untouched() -> tuple[Any, ...]:
+    return torch.cuda.is_available, torch.nn.Module._apply, torch.Generator, torch.Tensor.pin_memory, tuple(sys.meta_path), torch.accelerator.current_accelerator()
+
+
+@pytest.mark.cost(2)
+def test_a_users_error_is_the_users_and_everything_is_put_back():
+    before = untouched()
+
+    def fails() -> None:
+        torch.zeros(3, device="cuda")
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fake_run(fails, device_row=H200)
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        fake_run(lambda: torch.randn(2, 3, device="cuda") @ torch.randn(2, 3, device="cuda"), device_row=H200)
+    assert untouched() == before
+
+
+@pytest.mark.cost(2)
+@pytest.mark.parametrize(("name", "value", "words"), [("_REGISTRY", "_ZN3c104impl5nowhereE", "not exported"), ("_ENSURE", "_ZN3c104impl5nowhereEv", "not exported"), ("_HOOKS", "_nowhere", "not exported"), ("_BUILT", 9, "another order")])
+def test_a_torch_with_other_internals_is_refused_with_a_word(monkeypatch, name, value, words):
+    before = untouched()
+    monkeypatch.setattr(legal, name, value)
+    with pytest.raises(legal.CantFake, match=words) as error:
+        fake_run(lambda: None, device_row=H200)
+    assert isinstance(error.value, NbmemprofError)
+    assert torch.__version__ in str(error.value)
+    assert untouched() == before
+    monkeypatch.undo()
+    fake_run(lambda: torch.zeros(2, device="cuda"), device_row=H200)  # and it works where they are as they should be
