@@ -65,7 +65,9 @@ def _statement(node: ast.stmt, found: Earlier) -> None:
 def _assignment(node: ast.Assign | ast.AnnAssign | ast.AugAssign, found: Earlier) -> None:
     names = _targets(node)
     assert node.value is not None  # noqa: S101 - the caller looked
-    if not _hangs(node.value, found):
+    if _is_scaler(node.value, found):
+        found.again.append(ast.unparse(node))
+    elif not _hangs(node.value, found):
         found.hanging -= names
         found.placed -= names
     elif _is_words(node):
@@ -74,6 +76,14 @@ def _assignment(node: ast.Assign | ast.AnnAssign | ast.AugAssign, found: Earlier
     elif not _comes_back(node.value):
         found.placed |= names
         found.hanging |= names
+
+
+def _is_scaler(value: ast.expr, found: Earlier) -> bool:
+    """``GradScaler()``: without a GPU it switches itself off."""
+    if not (isinstance(value, ast.Call) and _last(value.func) == "GradScaler"):
+        return False
+    enabled = next((word.value for word in value.keywords if word.arg == "enabled"), None)
+    return enabled is None or _hangs(enabled, found)
 
 
 def _class_words(node: ast.ClassDef, found: Earlier) -> None:

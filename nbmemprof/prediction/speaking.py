@@ -105,7 +105,7 @@ def speak(shell: Any, line: Connection) -> None:
     sys.stdout, sys.stderr = Stream(line, "stdout"), Stream(line, "stderr")
     shell.display_pub = Publisher(parent=shell)
     shell.displayhook = Hook(shell=shell, parent=shell, cache_size=0)
-    shell.display_trap.hook = shell.displayhook
+    shell.display_trap.hook = sys.displayhook = shell.displayhook  # a fork is within the trap already
     shell._showtraceback = told
     whole = shell._get_exc_info
     shell._get_exc_info = lambda exc_tuple=None: _pruned(*whole(exc_tuple))

@@ -24,6 +24,12 @@ def test_words_are_decided_again_and_what_was_placed_is_named(cells, again, plac
     assert found.placed == placed
 
 
+def test_a_scaler_that_switched_itself_off_is_made_again_unless_it_was_to_be_off():
+    assert read(["scaler = torch.amp.GradScaler('cuda')"]).again == ["scaler = torch.amp.GradScaler('cuda')"]
+    assert read(["scaler = GradScaler(enabled=False)"]).again == []
+    assert len(read(["on = torch.cuda.is_available()", "scaler = GradScaler(enabled=on)"]).again) == 2
+
+
 def test_what_came_back_from_the_device_or_was_bound_anew_stays():
     found = read(["device = 'cuda' if torch.cuda.is_available() else 'cpu'\nx = torch.zeros(3).to(device)\ny = (x * 2).cpu()\nx = 3"])
     assert found.placed == set()

@@ -65,7 +65,8 @@ def test_early_cells_are_decided_again_and_nothing_here_changes(notebook, shell)
     before = frozen(shell)
     result, text = notebook("%%memprof --predict H200\n" + STEP)
     assert result.success
-    assert text.startswith("0 1.0 cuda:0\n1 1.0 cuda:0\nOut[")
+    assert text.startswith("0 1.0 cuda:0\n1 1.0 cuda:0\n")
+    assert f"Out[{shell.execution_count - 1}]: " in text
     assert "'cuda'" in text
     assert frozen(shell) == before
     assert shell.user_ns["device"] == "cpu"
