@@ -35,4 +35,7 @@ def told(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 def tries(name: str, folder: Path = FOLDER) -> list[tuple[dict[str, Any], Stream | None, Room]]:
     """Each try: its row, its requests, what there was."""
     found = told(name, folder)["nbmemprof"]
-    return [(row, Stream.of(capture(name, row["number"], folder), row["batch"], complete=row["fits"]), Room(*room)) for row, room in zip(found["log"], found["rooms"], strict=True)]
+    return [
+        (row, Stream.of(capture(name, row["number"], folder), row["batch"], complete=row["fits"]), Room(*room))
+        for row, room in zip(found["log"], found["rooms"], strict=True)
+    ]
