@@ -21,6 +21,7 @@ _KINDS = {
     "alloc": M.ALLOC, "free_requested": M.FREE_REQUESTED, "free_completed": M.FREE_COMPLETED, "segment_alloc": M.SEGMENT_ALLOC, "segment_free": M.SEGMENT_FREE,
     "segment_map": M.SEGMENT_MAP, "segment_unmap": M.SEGMENT_UNMAP, "oom": M.OOM,
 }  # fmt: skip
+_MANY = 32  # frees that complete at once, from which one that does not is taken for one whose completion is missing
 UNNAMED = "?_"  # a private pool that is gone at the end
 
 
@@ -106,9 +107,9 @@ class Recording:
             return []
         completed = np.zeros(self.rows.height + 1, bool)
         completed[row[self.kind == M.FREE_COMPLETED]] = True
-        if not self.has_picture:  # the only free of a trace that waits for another stream, and in vain, while requests go on
+        if not self.has_picture:  # the only one of many frees that waits for another stream, and in vain
             i = int(waiting[0])
-            alone = len(waiting) == 1 and row[i] >= 0 and not completed[row[i]] and bool((self.kind[i:] == M.ALLOC).any())
+            alone = len(waiting) == 1 and row[i] >= 0 and not completed[row[i]] and int((self.kind == M.FREE_COMPLETED).sum()) >= _MANY
             return [(i + 1) * M.WORDS] if alone else []
         pending = set(self.final.filter(pl.col("state").cast(pl.String) == "active_pending_free")["addr"].to_list())
         return [int(i + 1) * M.WORDS for i in waiting.tolist() if row[i] >= 0 and not completed[row[i]] and int(self.addr[i]) % (1 << 64) not in pending]
