@@ -1,7 +1,7 @@
 """Watch a training or serving loop from outside: which phase, which module, which step, and whose storages are where.
 
-Global hooks of ``torch.nn`` and ``torch.optim`` and two functions of ``torch._C`` are used, all taken away by
-``close``. Nothing of a module, tensor or graph is touched, and what PyTorch computes or saves stays the same. Where torch
+Global hooks of ``torch.nn`` and ``torch.optim``, two functions of ``torch._C``, ``zero_grad`` and NVTX's push and pop are
+used, all taken away by ``close``. Nothing of a module, tensor or graph is touched, and what PyTorch computes or saves stays the same. Where torch
 lets a thread attach a note to its allocations (2.10 and later), each allocator event carries where it happened;
 otherwise clocks tell. Backward's threads carry no note and need none: what has none, between two that have one, is theirs.
 """
@@ -246,7 +246,9 @@ class Observer:
                     del column[: _MOST // 2]
                 self.first += _MOST // 2
             record = self.first + len(self.times) - 1
-        here.record, here.prefix = record, f"{record}."
+        here.record = record
+        if self.note is not None:
+            here.prefix = f"{record}."
         return record
 
     def _tell(self, here: _Thread) -> None:
