@@ -14,7 +14,8 @@ class Aside:
     """A source of CPU tensors that leaves the fake run from its start to its stop."""
 
     def __init__(self, source: Any) -> None:
-        self._source, self._modes = source, None
+        self._source = source
+        self._modes: Any = None
         self.name = source.name
 
     def start(self, **options: Any) -> None:

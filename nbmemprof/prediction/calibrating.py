@@ -93,7 +93,7 @@ def calibrated(gpu: GPU, seen: Look) -> GPU:
     if seen.outside_bytes is None:
         return gpu
     size = max(1, round(seen.outside_bytes / MIB))
-    row = Outside(*[size] * 7, _PLUS_MINUS_MIB, f"measured here: {seen.title}, torch {seen.torch}")
+    row = Outside(size, size, size, size, size, size, size, _PLUS_MINUS_MIB, f"measured here: {seen.title}, torch {seen.torch}")
     return replace(gpu, outside=row)
 
 

@@ -83,11 +83,10 @@ def _refuses_fork(found: dict[str, Any]) -> bool:
 
 
 def _error(data: bytes, text: str) -> BaseException:
+    error: BaseException
     try:
         error = pickle.loads(data)  # noqa: S301 - written by our own child
     except Exception:  # its class is not here, or asks for more than its text
-        error = PredictionFailed(text.rstrip().splitlines()[-1])
-    if not isinstance(error, BaseException):
         error = PredictionFailed(text.rstrip().splitlines()[-1])
     error.add_note(f"In the predicted code:\n{text}")
     return error

@@ -33,7 +33,7 @@ class Packed:
     left: dict[str, str] = field(default_factory=dict)
 
 
-class _Globals(dict):  # type: ignore[type-arg]
+class _Globals(dict[str, object]):
     """Stands for the kernel's names: in the child it is the names of the child's shell."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ class _Globals(dict):  # type: ignore[type-arg]
 def _shell_names() -> dict[str, Any]:
     ipython = _optional.loaded("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return {} if shell is None else shell.user_ns  # type: ignore[no-any-return]
+    return {} if shell is None else shell.user_ns
 
 
 def pack(namespace: dict[str, Any], why: str) -> Packed:
@@ -72,7 +72,7 @@ def pack(namespace: dict[str, Any], why: str) -> Packed:
 def _dump(cloudpickle: Any, namespace: dict[str, Any], wanted: dict[str, Any]) -> bytes:
     torch = _optional.loaded("torch")
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined]
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, _Globals):
                 return obj.__reduce__()

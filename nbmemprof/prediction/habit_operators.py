@@ -75,9 +75,9 @@ def _allclose(session: Any, args: Any, kwargs: Any) -> bool:
 def _flex(torch: Any, session: Any) -> Any:
     """What the compiled kernel asks for."""
 
-    class Flex(torch.autograd.Function):  # type: ignore[misc,name-defined]
+    class Flex(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:  # type: ignore[override]
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
             out = query.new_empty((*query.shape[:3], value.shape[-1]))
             sums = query.new_empty(query.shape[:3], dtype=torch.float32)
             ctx.save_for_backward(query, key, value, out, sums)
@@ -85,7 +85,7 @@ def _flex(torch: Any, session: Any) -> Any:
             return out, sums
 
         @staticmethod
-        def backward(ctx: Any, grad: Any, _sums: Any) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, grad: Any, _sums: Any) -> Any:
             query, key, value, _out, sums = ctx.saved_tensors
             delta = torch.empty_like(sums)
             made = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -247,7 +247,8 @@ def _distributions(torch: Any, _session: Any, changes: Changes) -> None:
 
 def _attention(torch: Any, session: Any, changes: Changes) -> None:
     """Note which attention was called, and take the kernels that were seen on the GPU itself."""
-    plain, noted = attention.choose, {}
+    plain = attention.choose
+    noted: dict[Any, str] = {}
     session.record.attention = noted
 
     def choose(torch: Any, gpu: Any, version: str, *call: Any) -> str:

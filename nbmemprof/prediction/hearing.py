@@ -51,7 +51,7 @@ class Hearing:
             return
         name, text, lines, carried = self._error
         error = _original(carried) or type(name, (PredictedError,), {"__module__": "builtins"})(text)
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]  # IPython asks for it
+        setattr(error, "_render_traceback_", lambda: lines)  # noqa: B010 - IPython asks for it
         raise error
 
     @property

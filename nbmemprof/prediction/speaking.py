@@ -110,7 +110,7 @@ def speak(shell: Any, line: Connection) -> None:
     whole = shell._get_exc_info
     shell._get_exc_info = lambda exc_tuple=None: _pruned(*whole(exc_tuple))
     builtins.input = ask
-    getpass.getpass = lambda prompt="Password: ", _stream=None: ask(prompt, hidden=True)  # type: ignore[misc,assignment]
+    getpass.getpass = lambda prompt="Password: ", _stream=None: ask(prompt, hidden=True)  # type: ignore[assignment]
 
 
 # what stands between the user's call and the operator in a fake run, and would not on a GPU
