@@ -35,9 +35,11 @@ class Family:
 
     def steady(self) -> bool:
         """Whether the number of requests stays as it is when the batch grows; a loop over samples asks more often instead of for more."""
-        whole = sorted((s for s in self.streams.values() if s.complete), key=lambda s: s.batch)
-        counts = [len(s.sizes) for s in whole]
-        return len(counts) < 2 or max(counts[-2:]) - min(counts[-2:]) <= max(1, _SPARE * counts[-1])
+        whole = sorted((s for s in self.streams.values() if s.complete), key=lambda s: s.batch)[-2:]
+        if len(whole) < 2:
+            return True
+        few, many = sorted((len(whole[0].sizes), len(whole[1].sizes)))
+        return many - few <= max(1, _SPARE * many, (whole[1].batch - whole[0].batch) / 2)
 
     def at(self, batch: int) -> tuple[Stream, Ints] | None:
         """The stream whose structure is used for this batch, and the bytes of its requests there; None where two runs can't be matched."""

@@ -17,7 +17,6 @@ _FAR = 3  # a prediction this many times the largest probe is looked at nearer f
 _NEAR = 0.7
 _BELIEVED = 2
 _BEYOND = 1.25
-_TRIES = 8  # what a search may cost
 
 
 class Search:
@@ -48,6 +47,7 @@ class Search:
         self.predicted: int | None = None
         self._begin = time.perf_counter()
         self._misses = 0  # jumps that failed since one fitted
+        self._doubts = 0  # batches that fitted though the model said no
         self._wide = 1  # how far to go where the prediction is of no use
         self.by_peaks = False
 
@@ -118,8 +118,8 @@ class Search:
             ahead = min(self.lo + max(1, self._wide // 2), self.high or _CAP)  # 1, 1, 2, 4 …
             self._wide *= 2
         else:
-            ahead = self.lo + 1 if self.hi - self.lo <= max(2, _TRIES - len(self.tries)) else (self.lo + self.hi) // 2
-        self.ask(ahead, "confirm")
+            ahead = self.lo + 1 if self._doubts < _BELIEVED else (self.lo + self.hi) // 2
+        self._doubts += self.ask(ahead, "confirm")
 
     # ------------------------------------------------------------------ the prediction
     def predict(self, *, tolerant: bool = False) -> int | None:
