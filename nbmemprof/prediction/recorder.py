@@ -60,7 +60,7 @@ def recorder_class(torch: Any) -> type:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     tensor_class = torch.Tensor
-    implicit, cuda = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CUDA
+    implicit, cuda, cpu = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 
     class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Calls the operator, then looks at what is new."""
@@ -119,10 +119,10 @@ def recorder_class(torch: Any) -> type:
         def _plan(self, func: Any) -> int:
             schema = func._schema
             returns = schema.returns
-            if func.namespace == "prim":
+            if func.namespace == "prim" or func is torch.ops.aten.lift_fresh.default:  # the latter brings a new tensor in
                 return _PLAIN
             has = torch._C._dispatch_has_kernel_for_dispatch_key
-            if has(func.name(), implicit) and not has(func.name(), cuda) and func not in self.rules.before:
+            if has(func.name(), implicit) and not has(func.name(), cuda if self.kind == "cuda" else cpu) and func not in self.rules.before:
                 return _DECOMPOSE
             if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
                 return _VIEW
