@@ -17,7 +17,7 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
     """Register the kernels for CUDA while the block runs."""
     library = torch.library.Library("aten", "IMPL")
 
-    def sdpa(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
+    def sdpa(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False) -> Any:
         return attention.run(torch, rules.gpu, rules.version, record, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     aten_linear = torch.ops.aten.linear.default
@@ -32,7 +32,7 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
             num_classes = int(source.max().item()) + 1
         return torch.zeros((*source.shape, num_classes), dtype=source.dtype, device=source.device).scatter_(-1, source.unsqueeze(-1), 1)
 
-    def pack_backward(grad: Any, input_size: Any, _batch_sizes: Any, batch_first: bool) -> Any:  # noqa: FBT001 - torch's own signature
+    def pack_backward(grad: Any, input_size: Any, _batch_sizes: Any, batch_first: bool) -> Any:
         size = [int(n) for n in input_size]
         if batch_first:
             return grad.new_zeros((size[1], size[0], *size[2:])).transpose(0, 1)

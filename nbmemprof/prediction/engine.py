@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from nbmemprof import _optional
 from nbmemprof.prediction import composites, habits, kernels, legal, patches
@@ -29,7 +29,7 @@ class Session:
         self.limit_bytes = limit_bytes
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         torch = _optional.require("torch", feature="a prediction")
         stack = self._stack
         try:

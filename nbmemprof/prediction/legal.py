@@ -30,7 +30,7 @@ _ANSWER = ctypes.CFUNCTYPE(ctypes.c_uint64)
 
 
 class CantFake(NbmemprofError):
-    """This torch can't be made to hold fake CUDA tensors: its internals are not those that are known."""
+    """A torch can't be made to hold fake CUDA tensors: its internals are not those that are known."""
 
 
 def _refused(torch: Any, what: str) -> CantFake:

@@ -110,7 +110,7 @@ def _cuda(torch: Any, gpu: GPU, memory: Any, changes: Changes) -> None:
         if hasattr(torch.accelerator, name):
             changes.put(torch.accelerator, name, constant(0))
     changes.put(torch.Tensor, "pin_memory", lambda self, *_args, **_kwargs: self)
-    changes.put(torch.Tensor, "is_pinned", lambda self, *_args, **_kwargs: False)
+    changes.put(torch.Tensor, "is_pinned", constant(value=False))
     changes.put(torch.Tensor, "record_stream", constant(None))
 
 
@@ -141,7 +141,7 @@ def _stream_class(torch: Any) -> type:
         def synchronize(self) -> None:
             """Nothing is under way."""
 
-        wait_event = wait_stream = lambda self, _other: None
+        wait_event = wait_stream = lambda _self, _other: None
 
         def query(self) -> bool:
             return True
@@ -177,7 +177,7 @@ def _event_class() -> type:
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
             pass
 
-        record = wait = lambda self, _stream=None: None
+        record = wait = lambda _self, _stream=None: None
 
         def query(self) -> bool:
             return True
@@ -232,7 +232,7 @@ def when_imported(name: str, changes: Changes, change: Callable[[Any], None]) ->
                 run(loaded)
                 change(loaded)
 
-            spec.loader.exec_module = execute  # type: ignore[method-assign]
+            spec.loader.exec_module = execute  # type: ignore[method-assign, assignment]
             return spec
 
     changes.put(sys, "meta_path", [Finder(), *sys.meta_path])
@@ -244,7 +244,7 @@ def _apply(torch: Any) -> Callable[..., Any]:
     fake = torch._subclasses.fake_tensor.FakeTensor
     shared: dict[int, tuple[Any, Any]] = {}
 
-    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
+    def apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         mine = [p for p in [*self._parameters.values(), *self._buffers.values()] if p is not None]
         active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         if not active and not any(isinstance(p, fake) for p in mine):
@@ -280,4 +280,4 @@ def _apply(torch: Any) -> Callable[..., Any]:
 
 
 def _same_place(one: Any, other: Any) -> bool:
-    return one.device == other.device and one.dtype == other.dtype and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.device == other.device and one.dtype == other.dtype and one.untyped_storage()._cdata == other.untyped_storage()._cdata)

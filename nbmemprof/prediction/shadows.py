@@ -167,7 +167,7 @@ class Shadows:
     def follow_view(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """A view's value is the same view of the value."""
         source = args[0] if args else None
-        if isinstance(source, self.fake) and _NAME in source.__dict__ or (isinstance(source, self.tensor) and not isinstance(source, self.fake) and source.device.type == "cpu"):
+        if (isinstance(source, self.fake) and _NAME in source.__dict__) or (isinstance(source, self.tensor) and not isinstance(source, self.fake) and source.device.type == "cpu"):
             self.follow(func, args, kwargs, out)
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -206,7 +206,7 @@ class Shadows:
     def _some_known(self, args: Any) -> bool:
         return any(isinstance(value, self.tensor) and self.of(value) is not None for value in args)
 
-    def _keep(self, out: Any, real: Any, mask: bool = False) -> None:  # noqa: FBT001, FBT002 - a flag of its own call
+    def _keep(self, out: Any, real: Any, mask: bool = False) -> None:
         if isinstance(out, self.tensor):
             if (mask or self._wanted(out)) and isinstance(real, self.tensor) and real.shape == out.shape:
                 self.put(out, real, guess=self._guess)

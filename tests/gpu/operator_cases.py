@@ -101,7 +101,7 @@ def attention(torch):
             (1, 8, 8, 16, 4096, 64, "nograd"), (1, 32, 32, 1, 4096, 128, "masknograd"), (2, 8, 8, 1, 512, 64, ""), (1, 8, 8, 128, 128, 64, "3d"), (2, 8, 8, 512, 512, 64, "strided"),
         ):  # fmt: skip
             def build(device, dtype=dtype, batch=batch, heads=heads, kv=kv, rows=rows, columns=columns, width=width, how=how):
-                make = lambda h, s: torch.randn(batch, h, s, width, device=device, dtype=dtype)  # noqa: E731
+                make = lambda h, s: torch.randn(batch, h, s, width, device=device, dtype=dtype)
                 q, k, v = make(heads, rows), make(kv, columns), make(kv, columns)
                 mask, extra = None, {}
                 if "gqa" in how:
@@ -124,7 +124,7 @@ def attention(torch):
                     q = q.transpose(-1, -2).contiguous().transpose(-1, -2)
                 if how == "merged":
                     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-                fn = lambda q, k, v: sdpa(q, k, v, attn_mask=mask, **extra)  # noqa: E731
+                fn = lambda q, k, v: sdpa(q, k, v, attn_mask=mask, **extra)
                 return (q, k, v), fn
 
             suffix = "_ng" if "nograd" in how else ""
@@ -204,14 +204,14 @@ def norms(torch):
 def selections(torch):
     nn = torch.nn.functional
     for rows, columns in ((1, 1 << 20), (1024, 1024), (64, 32000), (8, 128256), (4096, 64), (1, 50257), (16, 5000)):
-        make = lambda device, rows=rows, columns=columns: (torch.randn(rows, columns, device=device),)  # noqa: E731
+        make = lambda device, rows=rows, columns=columns: (torch.randn(rows, columns, device=device),)
         for name, fn in {
             "sort": lambda x: torch.sort(x, -1), "argsort": lambda x: x.argsort(-1), "topk8": lambda x: torch.topk(x, 8), "topk50": lambda x: torch.topk(x, 50), "argmax": lambda x: x.argmax(-1), "cumsum": lambda x: x.cumsum(-1), "kthvalue": lambda x: x.kthvalue(3),
             "nonzero": lambda x: (x > 0).nonzero(), "masked": lambda x: x[x > 0], "multinomial": lambda x: torch.multinomial(x.softmax(-1), 1) if x.shape[1] < 1 << 24 else x, "masked_fill": lambda x: x.masked_fill(x > 0, 0.0), "scatter": lambda x: torch.zeros_like(x).scatter(1, x.argmax(-1, keepdim=True), 1.0),
         }.items():  # fmt: skip
             yield "select", f"{name} {rows}x{columns}_ng", lambda device, make=make, fn=fn: (make(device), fn)
     for count in (100, 5000, 1 << 16, 1 << 20):
-        ints = lambda device, count=count: (torch.randint(0, 1000, (count,), device=device),)  # noqa: E731
+        ints = lambda device, count=count: (torch.randint(0, 1000, (count,), device=device),)
         for name, fn in {"unique": lambda a: a.unique(), "unique_inverse": lambda a: torch.unique(a, return_inverse=True, return_counts=True), "bincount": lambda a: a.bincount(), "one_hot": lambda a: nn.one_hot(a[:1000], 1000), "sort_int": lambda a: a.sort(), "cumsum_int": lambda a: a.cumsum(0), "eq_sum": lambda a: (a == 3).sum(), "histc": lambda a: a.float().histc(100)}.items():
             yield "select", f"{name} {count}_ng", lambda device, ints=ints, fn=fn: (ints(device), fn)
     for dtype in (torch.float32, torch.bfloat16):

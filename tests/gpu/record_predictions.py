@@ -40,7 +40,7 @@ def one(out, path, name):
         kept = run()
         torch.cuda.synchronize()
         del kept
-    except Exception as error:  # noqa: BLE001 - told in the row
+    except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error)[:500]}"
     free, total = torch.cuda.mem_get_info()
     stats = torch.cuda.memory_stats()

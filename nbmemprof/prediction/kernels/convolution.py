@@ -42,7 +42,7 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
     if transposed:  # its forward is another convolution's gradient of the data, and the other way round
         x, y = y, x
         what = {"forward": "data", "data": "forward", "weight": "weight"}[what]
-    batch, channels, *space = x.shape
+    batch, channels = x.shape[0], x.shape[1]
     filters = y.shape[1]
     taps = 1
     for size in w.shape[2:]:

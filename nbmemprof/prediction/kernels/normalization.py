@@ -47,7 +47,7 @@ def _partial_sums(recorder: Any, x: Any, each: int, op: str) -> None:
 
 
 def _by_cudnn(torch: Any, x: Any, w: Any) -> bool:
-    """cuDNN takes channels last in fp32 and fp16."""
+    """CuDNN takes channels last in fp32 and fp16."""
     return w is not None and w.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16)
 
 

@@ -102,7 +102,7 @@ def _shape(args: Any) -> tuple[float, int, bool]:
 
 
 def _forward(recorder: Any, func: Any, args: Any, _kwargs: Any) -> Any:
-    data, weights, _, flat, hx, cx, mode, hidden, projected, layers, batch_first, dropout, train, both, sizes, _ = args
+    data, weights, _, flat, hx, cx, mode, hidden, projected, layers, batch_first, dropout, train, both, _sizes, _ = args
     torch, op = recorder.rules.torch, func._schema.name
     steps, batch, packed = _shape(args)
     directions = 2 if both else 1

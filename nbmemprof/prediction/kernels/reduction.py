@@ -128,7 +128,7 @@ def install(torch: Any, rules: Any) -> None:
         packet = getattr(aten, name)
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            if overload in ("out", "dim_max") or "out" in overload or "names" in overload or "Scalar" in overload and name in ("max", "min"):
+            if overload in ("out", "dim_max") or "out" in overload or "names" in overload or ("Scalar" in overload and name in ("max", "min")):
                 continue
             if name in ("max", "min") and overload in ("other", "unary_out"):
                 continue
@@ -157,7 +157,7 @@ class _Follow:
         if self.acc is None:
             return 8 if not out.is_floating_point() or size == 8 else 8 if out.is_complex() else 4
         if self.acc == 0:
-            return size
+            return int(size)
         if self.acc == -1:
             return 16
         return self.acc
