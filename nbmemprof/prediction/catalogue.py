@@ -92,8 +92,8 @@ def _modelled(sms: int, capability: tuple[int, int]) -> Outside:
     threads = sms * _gpus.THREADS_PER_SM[capability] - 132 * _gpus.THREADS_PER_SM[9, 0]
     step = round(threads * 1024 / MIB)
     known = _HOPPER_13
-    steps = (getattr(known, name) + step for name in ("context", "kernels", "blas", "second_blas", "cudnn", "fft", "solver"))
-    return Outside(*steps, plus_minus=250, source=_gpus.OUTSIDE_SOURCE)
+    context, kernels, blas, second, cudnn, fft, solver = (getattr(known, name) + step for name in ("context", "kernels", "blas", "second_blas", "cudnn", "fft", "solver"))
+    return Outside(context, kernels, blas, second, cudnn, fft, solver, 250, _gpus.OUTSIDE_SOURCE)
 
 
 def _reported(name: str, title: str, mib: int, off: int, sms: int, capability: tuple[int, int], generation: str) -> GPU:
