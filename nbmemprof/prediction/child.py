@@ -114,7 +114,7 @@ class Child:
         self.kill()
         if interrupted:
             raise KeyboardInterrupt
-        raise PredictionFailed(f"The prediction took longer than {limits.seconds:g} s and was stopped. Predict fewer steps or smaller shapes, or allow more: --predict-seconds.")
+        raise PredictionFailed(f"The prediction took longer than {limits.seconds:g} s and was stopped. Predict fewer steps or smaller shapes, or allow more: --predict-seconds, for a session --seconds.")
 
     def ending(self, limits: Limits) -> str:
         """How it ended, and what to do."""
@@ -124,7 +124,7 @@ class Child:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         if name in ("SIGKILL", "SIGABRT"):
             limit = format_bytes(limits.bytes())
-            return f"was ended by {name}, most likely for want of memory on this machine (it may take {limit}). Use fewer real CPU tensors in it, or allow more: --predict-host."
+            return f"was ended by {name}, most likely for want of memory on this machine (it may take {limit}). Use fewer real CPU tensors in it, or allow more: --predict-host, for a session --host."
         return f"crashed with {name} in native code. This kernel is unharmed. Find the call by predicting less of the code; a library that works on a GPU by itself can't be predicted."
 
     def kill(self) -> None:

@@ -20,6 +20,7 @@ from nbmemprof.prediction.shadows import _NAME as VALUE
 __all__ = ["COMPILED", "kept"]
 
 COMPILED = "torch.compile was left out: the code ran as it is written, and what fusion, recomputation and CUDA graphs change is not predicted"
+TRIED = ("2.11.", "2.13.", "2.14.")
 _UNKNOWN_ARRAY = "the values of an array were taken as zeros"
 _GRAPHED = "a CUDA graph was run as plain code: its private pool is not predicted"
 
@@ -29,6 +30,8 @@ def kept(torch: Any, session: Any) -> Iterator[None]:
     """Let the habits work while the block runs; ``session`` is the fake session that is open."""
     changes = session.changes = Changes()
     session.compiled = False
+    if not str(torch.__version__).startswith(TRIED):
+        session.record.assume(f"torch {torch.__version__} was not tried with predictions ({', '.join(one.rstrip('.') for one in TRIED)} were); what is known of its internals was checked and holds")
     with contextlib.ExitStack() as stack:
         stack.callback(changes.undo)
         for habit in (_arrays, _copies, _text, _loaders, _placing, _optimizers, _seeds, _graphs, _legacy, _sharing, _distributions, _bars, _attention, keeping.checkpoints, asking.memory):

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nbmemprof.prediction import carrying
-from nbmemprof.prediction.patches import Changes
+from nbmemprof.prediction.patches import Changes, when_imported
 
 __all__ = ["checkpoints"]
 
 _HEAD = b"nbmemprof fake checkpoint\n"
 _SAID = "torch.save wrote no file: checkpoints are kept in the prediction"
+_PRETRAINED = "save_pretrained wrote no files"
 
 
 def checkpoints(torch: Any, session: Any, changes: Changes) -> None:
@@ -44,6 +45,7 @@ def checkpoints(torch: Any, session: Any, changes: Changes) -> None:
     changes.put(torch, "load", load)
     changes.put(torch.serialization, "save", save)
     changes.put(torch.serialization, "load", load)
+    when_imported("transformers.modeling_utils", changes, lambda module: changes.put(module.PreTrainedModel, "save_pretrained", lambda *_args, **_kwargs: session.record.assume(_PRETRAINED)))
     safe = _safetensors()
     if safe is not None:
         changes.put(safe, "save_file", lambda tensors, filename, *_args, **_kwargs: save(dict(tensors), filename))

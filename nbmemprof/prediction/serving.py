@@ -163,7 +163,7 @@ def _mute(shell: Any) -> Iterator[list[str]]:
     kept = (sys.stdout, sys.stderr, shell._showtraceback, shell.display_pub.publish, shell.displayhook.write_format_data)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123 - a stream, not a file
         sys.stdout = sys.stderr = nowhere
-        shell._showtraceback = lambda _kind, value, _lines: errors.append(f"{type(value).__name__}: {value}")
+        shell._showtraceback = lambda _kind, value, _lines: errors.append(f"{type(value).__name__}: {value}".splitlines()[0])
         shell.display_pub.publish = shell.displayhook.write_format_data = lambda *_args, **_kwargs: None
         try:
             yield errors

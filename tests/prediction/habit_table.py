@@ -206,4 +206,12 @@ m(torch.randn(2,4,device='cuda'))
 """,
     'accelerator': "torch.accelerator.current_accelerator(); torch.accelerator.is_available(); torch.randn(2,device=torch.accelerator.current_accelerator()); torch.accelerator.memory_allocated() if hasattr(torch.accelerator,'memory_allocated') else 0; torch.accelerator.synchronize()",
     'grad': "x=torch.randn(3,device='cuda',requires_grad=True); g,=torch.autograd.grad((x**2).sum(),x,create_graph=True); g.sum().backward(); torch.func.grad(lambda t: (t**2).sum())(x); torch.autograd.functional.jacobian(lambda t: t*2, x)",
+    'transformers': """
+import os
+from transformers import GPT2Config, GPT2LMHeadModel
+m = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=1000, bos_token_id=1, eos_token_id=999, pad_token_id=999)).cuda()
+ids = torch.randint(1, 1000, (2, 16), device='cuda'); out = m(ids, labels=ids); out.loss.backward(); assert out.loss.item()
+assert m.eval().generate(ids, max_new_tokens=4, do_sample=False).shape == (2, 20)
+m.save_pretrained(tmp + '/model'); assert not os.path.exists(tmp + '/model')
+""",
 }
