@@ -26,7 +26,7 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
-@pytest.mark.cost(0.5)
+@pytest.mark.cost(0.3)
 @pytest.mark.parametrize(
     ("model", "config", "more"),
     [

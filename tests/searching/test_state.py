@@ -210,7 +210,7 @@ def test_an_error_that_is_not_memory_is_raised_with_its_traceback_and_the_state_
     assert seen == []
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(2)
 def test_the_field_case_is_answered_by_its_own_errors():
     """Without a GPU the case keeps its budget by a counter: 64 units, 18.75 of state after the first step."""
     used = [0]

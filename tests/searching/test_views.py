@@ -15,7 +15,7 @@ from nbmemprof.searching.progress import Line
 from nbmemprof.verbs import max_batch as verb
 from nbmemprof.views import max_batch as view
 
-pytestmark = pytest.mark.cost(0.3)
+pytestmark = pytest.mark.cost(0.05)
 MIB = 1 << 20
 
 
