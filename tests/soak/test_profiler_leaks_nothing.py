@@ -9,10 +9,12 @@ from test_plain_cell import kernel, text_of
 
 CELLS, WARM = 200, 40
 COUNT = "gc.collect(); print(json.dumps([rss(), len(gc.get_objects()), int(mp.holders(device='all')['counted_bytes'].sum()), *on_device()]))"
-SETUP = """import gc, json, os, torch
+SETUP = """import ctypes, gc, json, os, torch
 import nbmemprof as mp
 %load_ext nbmemprof
+torch.set_num_threads(1)
 def rss():
+    ctypes.CDLL(None).malloc_trim(0)  # what was given back to the C library is not held
     with open('/proc/self/statm') as f:
         return int(f.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
 def on_device():
