@@ -66,7 +66,7 @@ def _cuda(torch: Any, gpu: GPU, memory: Any, changes: Changes) -> None:
     def constant(value: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: value
 
-    stream = _stream_class(torch)
+    stream: Any = _stream_class(torch)
     generator_state = lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8, device="cpu")  # noqa: E731 - one of a table
     answers: dict[str, Any] = {
         "is_available": constant(value=True), "is_initialized": constant(value=True), "_is_compiled": constant(value=True), "_lazy_init": constant(None), "init": constant(None),
