@@ -7,6 +7,7 @@ the user's code; both are gone afterwards. This process makes no CUDA context.
 from __future__ import annotations
 
 import pickle
+import time
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from nbmemprof import _optional
 from nbmemprof.prediction.catalogue import GPU, Outside
 from nbmemprof.prediction.child import Limits, PredictionFailed, fresh
+from nbmemprof.units import format_bytes
 
 __all__ = ["Look", "calibrated", "calls", "chosen", "differs", "key_of", "look", "told", "use", "watch"]
 
@@ -21,6 +23,7 @@ Key = tuple[Any, ...]
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
 _PLUS_MINUS_MIB = 10  # the driver's pages; a process of the same libraries, not of the same kernels
 _SECONDS = 120.0
+_STIR, _LOOKS = 32 << 20, 15
 MIB = 1 << 20
 
 chosen: dict[Key, str] = {}  # in a child: what was seen, instead of the table
@@ -77,7 +80,17 @@ def look(used: set[str], calls: list[Key], gpu: GPU) -> Look:
         watcher.send("free")
         watcher.listen(keep, limits)
         title, torch, reserved, kernels = found["used"]
-        made = Look(title, torch, before - found["free"][0] - reserved, kernels)
+        during = found["free"][0]
+        made = Look(title, torch, before - during - reserved, kernels)
+        user.close()
+        for _ in range(_LOOKS):  # the driver takes its time
+            watcher.send("free")
+            watcher.listen(keep, limits)
+            if abs(found["free"][0] - before) <= _STIR:
+                break
+            time.sleep(0.2)
+        else:
+            return Look(why=f"another process took or gave back memory on this GPU meanwhile ({format_bytes(abs(found['free'][0] - before))}); calibrate again when it is quiet")
     except PredictionFailed as error:
         return Look(why=str(error))
     finally:

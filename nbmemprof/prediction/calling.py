@@ -78,8 +78,9 @@ def _run(line: Connection, what: Callable[[], Any], gpu: GPU, rules: str, choice
 
 
 def _refuses_fork(found: dict[str, Any]) -> bool:
-    """Autograd had threads before the fork, and torch refuses in such a process."""
-    return "error" in found and "autograd's threading" in found["error"][1]
+    """The driver or autograd's threads were in use before the fork, and torch refuses in such a process."""
+    torch = _optional.loaded("torch")
+    return "error" in found and "CantFake" in found["error"][1] and torch is not None and torch.version.cuda is not None
 
 
 def _error(data: bytes, text: str) -> BaseException:

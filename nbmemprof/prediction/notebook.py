@@ -133,8 +133,8 @@ def _run(shell: Any, job: serving.Job, wanted: Asked, quiet: Callable[[], None],
     why = fork_hurts(shell, job.text)
     if why is None:
         hearing = _listen(shell, forked(lambda line: serving.copy(line, shell, wanted.gpu, job, quiet), wanted.limits), wanted, silent=silent)
-        if "refused" in hearing.others and "fork" in hearing.others["refused"][1]:
-            why = "autograd's threads"  # a GPU is here, and backward ran on the CPU: torch refuses in forked processes
+        if "refused" in hearing.others and _cuda_build():
+            why = "torch refuses to go on in a forked process"  # a GPU is here and the driver, or autograd's threads, were in use already
     if why is not None:
         child = fresh("nbmemprof.prediction.serving:serve", wanted.limits, {"CUDA_VISIBLE_DEVICES": ""})
         child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf))
@@ -153,6 +153,11 @@ def _listen(shell: Any, child: Child, wanted: Asked, *, silent: bool) -> Hearing
     if hearing.short_of_memory:
         print(f"memprof: the prediction's process may take {format_bytes(wanted.limits.bytes())} of this machine's memory; --predict-host allows more.", file=sys.stderr)  # noqa: T201 - beside the cell's error
     return hearing
+
+
+def _cuda_build() -> bool:
+    torch = _optional.loaded("torch")
+    return torch is not None and torch.version.cuda is not None
 
 
 def _earlier(history: Sequence[str]) -> Earlier:
