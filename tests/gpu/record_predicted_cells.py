@@ -22,6 +22,9 @@ data = torch.randn(64, 1024, device=device)
 STEP = """
 for i in range(2):
     loss = model(data).pow(2).mean()
+    for dtype in (torch.float32, torch.bfloat16):
+        query = data.view(4, 16, 16, 64).to(dtype)
+        loss = loss + nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).float().mean()
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 print(loss.device)
 """
@@ -45,7 +48,7 @@ def main(out: Path) -> None:
         capture = shell.user_ns.get("_memprof")
         row = {"name": name, "ok": result.success, "seconds": round(time.perf_counter() - began, 2), "text": (seen.stdout + seen.stderr)[-1500:]}
         if capture is not None:
-            row |= {"origin": capture.meta["origin"], "summary": mp.summary(capture).filter(mp.summary(capture)["kind"] == "device").to_dicts(), "warnings": capture.meta["warnings"],
+            row |= {"origin": capture.meta["origin"], "summary": mp.summary(capture).filter(mp.summary(capture)["kind"] == "device").to_dicts(), "warnings": capture.meta["warnings"], "calibration": capture.meta.get("calibration"), "kernels": capture.meta.get("kernels"),
                     "held": mp.breakdown(capture).select("category", "requested_bytes").to_dicts()}  # fmt: skip
         rows.append(row)
         out.mkdir(parents=True, exist_ok=True)
@@ -60,6 +63,9 @@ def main(out: Path) -> None:
     run("fresh process: CUDA is in use", "%%memprof --predict H200\n" + STEP)
     run("calibrated", "%%memprof --predict H200 --calibrate\n" + STEP)
     run("an error there", "%%memprof --predict H200\n1 / 0")
+    run("session", "%memprof predict on H200")
+    run("in the session", "%%memprof\n" + STEP)
+    run("session off", "%memprof predict off")
     run("for real", "%%memprof\n" + STEP)
     run("again for real", "%%memprof\n" + STEP)
     print(json.dumps(rows, indent=1, default=str)[-6000:])
