@@ -18,6 +18,7 @@ from nbmemprof.prediction.recorder import EMPTY_CACHE, Allocation, Record
 
 __all__ = ["capture_of", "served"]
 
+NOTHING_SPENT = {"stacks": "none", "cost_text": ""}  # meta["recording"] of a window of a fake run: what is not in it did not happen
 _ACTIONS = {
     M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
     M.SEGMENT_MAP: "segment_map", M.SEGMENT_UNMAP: "segment_unmap", M.OOM: "oom",

@@ -121,7 +121,7 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
             _, record, since, warnings, versions = hearing.others.get("record", ("record", record, since, warnings, versions))
         extra, gpu = calibrating.told(gpu, seen), calibrating.calibrated(gpu, seen)
         warnings = [*warnings, *extra.pop("warnings", [])]
-    meta: dict[str, Any] = extra | {"warnings": warnings, "versions": versions, "cell": number, "title": None, "started": started, "duration_us": (_clock() - zero) * 1e6}
+    meta: dict[str, Any] = extra | {"warnings": warnings, "versions": versions, "cell": number, "title": None, "started": started, "duration_us": (_clock() - zero) * 1e6, "recording": feed.NOTHING_SPENT}
     capture = feed.capture_of(record, gpu, conf=wanted.conf, torch=wanted.gpu.torch, limit_bytes=wanted.limit_bytes, capacity_bytes=wanted.capacity_bytes, since=since, meta=meta)
     mark = schema.fill("marks", {"time_us": 0.0, "end_us": meta["duration_us"], "kind": "cell", "name": f"In[{number}]" if number is not None else "cell"}, height=1)
     capture.tables["marks"] = pl.concat([capture.tables["marks"], mark], how="diagonal")

@@ -100,7 +100,7 @@ class PredictionSource:
         record, setting = here.session.record, here.setting
         window = replace(record, assumptions=_more(record.assumptions, assumptions), kernels=_more(record.kernels, kernels))
         return feed.capture_of(
-            window, setting.gpu, conf=setting.conf, torch=setting.gpu.torch, limit_bytes=setting.limit_bytes, capacity_bytes=setting.capacity_bytes, since=at, meta={},
+            window, setting.gpu, conf=setting.conf, torch=setting.gpu.torch, limit_bytes=setting.limit_bytes, capacity_bytes=setting.capacity_bytes, since=at, meta={"recording": feed.NOTHING_SPENT},
         )  # fmt: skip
 
     def stop(self) -> Capture:
