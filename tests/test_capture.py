@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -23,6 +25,20 @@ def small() -> Capture:
     a.free(a.malloc(5000))
     a.malloc(3 << 20)
     return capture([a])
+
+
+def test_a_capture_that_was_replayed_and_shown_is_let_go() -> None:
+    """What is kept with a capture goes with it: in a notebook each cell has one."""
+    made = small()
+    mp.replay(made)
+    mp.what_if(made, ["expandable_segments:True"])
+    for question in (mp.summary, mp.breakdown, mp.leaks, mp.lifetimes, mp.advise, mp.fragmentation):
+        question(made)
+    made._repr_mimebundle_()
+    seen = weakref.ref(made)
+    del made
+    gc.collect()
+    assert seen() is None
 
 
 def test_every_table_is_there_with_its_columns() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,12 +20,10 @@ from nbmemprof.errors import NbmemprofError
 
 __all__ = ["Followed", "as_recorded", "recorded_settings", "replayable"]
 
-_KEPT: weakref.WeakKeyDictionary[Capture, dict[tuple[Any, ...], list[Followed]]] = weakref.WeakKeyDictionary()
-
-
 def as_recorded(capture: Capture, limit_bytes: int | None, capacity_bytes: int | None, torch: str | None) -> list[Followed]:
     """Follow every device's trace under the settings that it was recorded with; kept with the capture."""
-    kept = _KEPT.setdefault(capture, {})
+    # in the capture itself: what is kept refers to it, and from a table beside it the two would hold each other for good
+    kept: dict[tuple[Any, ...], list[Followed]] = capture.__dict__.setdefault("_as_recorded", {})
     key = (limit_bytes, capacity_bytes, torch)
     if key not in kept:
         kept[key] = [_follow(r, limit_bytes, capacity_bytes, torch) for r in recordings(capture)]
