@@ -8,7 +8,7 @@ import numpy.typing as npt
 __all__ = ["partners"]
 
 Ints = npt.NDArray[np.int64]
-_MOST = 400  # requests without a partner; runs that differ by more are of two kinds
+_MOST = 1000  # requests without a partner; runs that differ by more are of two kinds
 
 
 def partners(a: Ints, b: Ints) -> Ints | None:
@@ -35,9 +35,9 @@ def _greedy(a: list[int], b: list[int]) -> list[tuple[int, int]] | None:
     n, m = len(a), len(b)
     if not n or not m:
         return [] if n + m <= _MOST else None
-    ends, history = {1: 0}, []
+    ends, history = [0] * (2 * _MOST + 3), []  # the farthest place on each diagonal, which may be negative: Python counts those from the end
     for depth in range(min(n + m, _MOST) + 1):
-        history.append(dict(ends))
+        history.append([*ends[: depth + 2], *ends[-depth - 1 :]])
         for k in range(-depth, depth + 1, 2):
             x = ends[k + 1] if k == -depth or (k != depth and ends[k - 1] < ends[k + 1]) else ends[k - 1] + 1
             while x < n and x - k < m and a[x] == b[x - k]:

@@ -33,9 +33,7 @@ def told(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def tries(name: str, folder: Path = FOLDER) -> list[tuple[dict[str, Any], Stream | None, Room]]:
-    """Each try: its row, its requests, what there was."""
+    """Each try whose requests are kept: its row, its requests, what there was."""
     found = told(name, folder)["nbmemprof"]
-    return [
-        (row, Stream.of(capture(name, row["number"], folder), row["batch"], complete=row["fits"]), Room(*room))
-        for row, room in zip(found["log"], found["rooms"], strict=True)
-    ]
+    kept = [(row, Room(*room)) for row, room in zip(found["log"], found["rooms"], strict=True) if (folder / f"{name}-{row['number']}-events.parquet").exists()]
+    return [(row, Stream.of(capture(name, row["number"], folder), row["batch"], complete=row["fits"]), room) for row, room in kept]
