@@ -40,7 +40,7 @@ Rule = Callable[[Row, pl.DataFrame], Iterator[Said]]
 
 def short(name: str | None) -> str:
     """A kernel's name without types and arguments."""
-    return (name or "").replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0].split("<")[0].rpartition("::")[2]
+    return (name or "").replace("(anonymous namespace)::", "").removeprefix("void ").split("(")[0].split("<")[0].split("[")[0].rpartition("::")[2]
 
 
 def _scattered(what: str, verb: str) -> Rule:

@@ -238,6 +238,7 @@ def test_nothing_to_say_is_a_frame_without_rows():
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float> >(int, float)", "vectorized_elementwise_kernel"),
         ("void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)", "softmax_warp_forward"),
         ("my_kernel", "my_kernel"),
+        ("__main__::step::_3clocals_3e::strided[abi:v1][abi:cw51cXTL](Array<float, 1, C, mutable, aligned>)", "strided"),  # numba's
         (None, ""),
     ],
 )
