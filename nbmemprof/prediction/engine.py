@@ -35,7 +35,7 @@ class Session:
         try:
             stack.enter_context(legal.fake_cuda())
             fake_tensor = torch._subclasses.fake_tensor
-            mode_class = type("NbmemprofFakes", (fake_tensor.FakeTensorMode,), {"avoid_device_init": property(lambda _self: True)})
+            mode_class = _fakes(fake_tensor.FakeTensorMode)
             memory = Memory(self.gpu, self.record, self.limit_bytes)
             changes = stack.enter_context(patches.patched(self.gpu, memory))
             rules = Rules(torch, self.gpu, self.version, self.record)
@@ -61,6 +61,22 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _fakes(base: Any) -> Any:
+    """The mode that makes fakes, without touching a device and without a wrapper around each call."""
+
+    class Fakes(base):  # type: ignore[misc]
+        avoid_device_init = True
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self.dispatch(func, types, args, kwargs or {})
+
+    return Fakes
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ MARGINS: dict[str, Margin] = {
     "flex_attention": (0.10, 0.10, 0.10, 0.10),
     "no rule": (0.05, 0.30, 0.08, 0.35),
 }
+LEAST = 0.02  # and the least, where there are any
 SCRATCH = 0.009  # part of allocated that kernels' own scratch may add or lack where it is only bounded
 LAYOUT = 0.10  # most that sizes which are only bounded can move where the cached blocks lie, as a part of reserved
 
@@ -63,7 +64,7 @@ def bounds(record: Record, served: Callable[[Any], Any], allocated: int, reserve
             reserved_lows.append(stats["reserved_bytes.all.peak"])
         highs, reserved_highs = lows, reserved_lows
         widest = max(high - low for _, low, high in record.slack)
-    moved = min(LAYOUT, widest / max(1, reserved)) if record.slack else 0.0
+    moved = min(LAYOUT, max(LEAST, widest / max(1, reserved))) if record.slack else 0.0
     return {
         "peak_allocated_low_bytes": int(min(lows) * (1 - down)), "peak_allocated_high_bytes": int(max(highs) * (1 + up)),
         "peak_reserved_low_bytes": int(min(reserved_lows) * (1 - reserved_down - moved)), "peak_reserved_high_bytes": int(max(reserved_highs) * (1 + reserved_up + moved)),

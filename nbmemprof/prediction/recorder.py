@@ -59,7 +59,8 @@ def recorder_class(torch: Any) -> type:
     """Return the mode's class; torch is there only now."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    tensor_class = torch.Tensor
+    tensor_class, fake, meta = torch.Tensor, torch._subclasses.fake_tensor.FakeTensor, torch.device("meta")
+    device_of = torch.ops.prim.device.default
     implicit, cuda, cpu = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 
     class Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -77,8 +78,14 @@ def recorder_class(torch: Any) -> type:
             self._plans: dict[Any, int] = {}
             self.device = torch.device("cuda", 0)
 
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing is compiled in a fake run; the wrapper that torch would put around each call costs more than the call
+
         # -------------------------------------------------------------- the operator
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is device_of and isinstance(args[0], fake):  # C++ asks this more often than all else
+                return meta if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
             kwargs = kwargs or {}
             plan = self._plans.get(func)
             if plan is None:
@@ -89,6 +96,10 @@ def recorder_class(torch: Any) -> type:
                     self.shadows.follow_view(func, args, kwargs, out)
                 else:
                     self.shadows.follow(func, args, kwargs, out)
+                return out
+            if plan == _WRITES:  # what it writes is there already
+                out = args[0] if func._schema.returns else None
+                self.shadows.follow(func, args, kwargs, out)
                 return out
             if plan == _DECOMPOSE:
                 with self:
@@ -121,6 +132,8 @@ def recorder_class(torch: Any) -> type:
             returns = schema.returns
             if func.namespace == "prim" or func is torch.ops.aten.lift_fresh.default:  # the latter brings a new tensor in
                 return _PLAIN
+            if func not in self.rules.before and func not in self.rules.after and func not in self.rules.emit and _only_writes(func):
+                return _WRITES
             has = torch._C._dispatch_has_kernel_for_dispatch_key
             if has(func.name(), implicit) and not has(func.name(), cuda if self.kind == "cuda" else cpu) and func not in self.rules.before:
                 return _DECOMPOSE
@@ -263,7 +276,16 @@ def recorder_class(torch: Any) -> type:
     return Recorder
 
 
-_PLAIN, _VIEW, _DECOMPOSE = 0, 1, 2
+_PLAIN, _VIEW, _DECOMPOSE, _WRITES = 0, 1, 2, 3
+_FILLING = frozenset(("aten::zero_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_", "aten::exponential_", "aten::trunc_normal_"))
+
+
+def _only_writes(func: Any) -> bool:
+    """Whether an operator does nothing but write to what it is given: it needs no fake kernel. Those that check shapes are left to theirs."""
+    name, returns = func._schema.name, func._schema.returns
+    if name in _FILLING or (name == "aten::fill_" and func._overloadname == "Scalar"):
+        return True
+    return not returns and name.startswith("aten::_foreach_") and name.endswith("_") and name != "aten::_foreach_copy_"
 
 
 def _parts(tensor: Any) -> list[Any]:
