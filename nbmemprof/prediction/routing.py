@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nbmemprof import _optional
 from nbmemprof.capture import Capture
-from nbmemprof.prediction import notebook
+
+if TYPE_CHECKING:  # what runs cells elsewhere is loaded with the first of them
+    from nbmemprof.prediction import notebook
 
 __all__ = ["Router", "Work"]
 
@@ -24,6 +27,8 @@ class Work:
         self.capture: Capture | None = None
         self.other: str | None = None
         self.shown = False  # the child has shown the view, and saved
+        from nbmemprof.prediction import notebook
+
         self.transformer = notebook.Elsewhere(lambda: run(self))
 
 
@@ -45,9 +50,8 @@ class Router:
         args
             Its line, where it has one.
         """
-        from nbmemprof.prediction import serving
-
-        if serving.current is not None:
+        serving = _optional.loaded("nbmemprof.prediction.serving")
+        if serving is not None and serving.current is not None:
             return None
         if self.session is not None:
             return None if _OURS.search(raw) else Work(lambda work: self._in_session(work, raw, number or 0))
@@ -61,6 +65,8 @@ class Router:
 
     def predict(self, text: str, args: Namespace, number: int | None) -> tuple[Capture | None, Any]:
         """Predict one cell; its capture, and what can raise its own error."""
+        from nbmemprof.prediction import notebook
+
         wanted = notebook.asked(args.predict, limit=args.limit, conf=args.conf, seconds=args.predict_seconds, host=args.predict_host, calibrate=args.calibrate)
         return notebook.cell(self.shell, text, number, wanted, history=self._texts(), failed=list(self._failed), quiet=self._quiet)
 
@@ -91,6 +97,8 @@ class Router:
 
     def begin(self, wanted: notebook.Asked) -> list[str]:
         """Begin a session and run the earlier cells again in it; returns what is to be said of them."""
+        from nbmemprof.prediction import notebook
+
         self.end()
         session = notebook.FakeSession(self.shell, wanted)
         try:

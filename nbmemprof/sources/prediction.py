@@ -54,9 +54,10 @@ FLAGS = [
 
 def unavailable() -> str | None:
     """Why it can't record here."""
-    from nbmemprof.prediction import serving
+    from nbmemprof import _optional
 
-    return None if serving.current is not None else "no fake session runs in this process. %memprof predict on H200 begins one"
+    serving = _optional.loaded("nbmemprof.prediction.serving")
+    return None if serving is not None and serving.current is not None else "no fake session runs in this process. %memprof predict on H200 begins one"
 
 
 def source() -> PredictionSource:
