@@ -48,7 +48,7 @@ def _greedy(a: list[int], b: list[int]) -> list[tuple[int, int]] | None:
     return None
 
 
-def _walk(history: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
+def _walk(history: list[list[int]], x: int, y: int) -> list[tuple[int, int]]:
     """Go back along the path."""
     pairs = []
     for depth in range(len(history) - 1, -1, -1):

@@ -18,6 +18,8 @@ from nbmemprof.units import format_bytes, parse_bytes
 
 __all__ = ["max_batch", "searched"]
 
+_KEPT_BYTES = 1 << 20
+
 
 def max_batch(
     step: Callable[..., Any],
@@ -129,6 +131,10 @@ def searched(
     guessed = search.predicted if not confirm and search.predicted is not None and not exact else None
     origin = "predicted" if guessed is not None else bench.origin
     notes = ["The runs at different batches could not be matched request by request; the prediction used their peaks."] if search.by_peaks else []
+    if bench.kept_bytes > _KEPT_BYTES:
+        notes.append(
+            f"The step keeps {format_bytes(bench.kept_bytes)} on the device after it ended, in a place that could not be put back; the answer counts them. With setup= each try begins afresh."
+        )
     return MaxBatch(
         guessed if guessed is not None else search.lo or 0, exact, origin, search.tries, search.room, low, high, time.perf_counter() - begin, device, conf,
         search.predicted, search.stopped, tuple(notes),

@@ -32,6 +32,7 @@ class FakeBench:
 
     origin = "predicted"
     policy = "ascending"
+    kept_bytes = 0
     plans = False  # a fake run has no refusals to survive
 
     def __init__(

@@ -63,6 +63,7 @@ class Bench(Protocol):
     origin: str
     policy: str
     plans: bool  # whether convolutions are among the step's modules
+    kept_bytes: int
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
@@ -79,6 +80,7 @@ class LiveBench:
     origin = "measured"
     policy = "windows"
     plans = False
+    kept_bytes = 0  # what stayed allocated after a try though everything was put back
 
     def __init__(self, step: Callable[..., Any], setup: Callable[[], Any] | None) -> None:
         self.step, self.setup = step, setup
@@ -217,7 +219,14 @@ class CudaBench(LiveBench):
             self._set(self._conf)
         if self._limit != self._fraction:
             self._bound(self._limit)
+        self._allocated = int(torch.cuda.memory_allocated())
         return self
+
+    def run(self, batch: int, purpose: str) -> tuple[Try, Stream | None]:
+        """Run two full steps, and look whether they left something."""
+        made = super().run(batch, purpose)
+        self.kept_bytes = max(self.kept_bytes, int(self._torch.cuda.memory_allocated()) - self._allocated)
+        return made
 
     def __exit__(self, *_: object) -> None:
         if self._limit != self._fraction:

@@ -63,6 +63,7 @@ class Simulated:
     origin = "modelled"
     policy = "windows"
     plans = False
+    kept_bytes = 0
 
     def __init__(self, step: Step, limit: int | None, *, conf: str = "", capacity: int | None = None, recorded: bool = True) -> None:
         self.step, self.limit, self.conf, self.capacity, self.recorded = step, limit, conf, capacity, recorded

@@ -278,6 +278,9 @@ class Played:
     def memory_reserved(self) -> int:
         return 100 * MIB
 
+    def memory_allocated(self) -> int:
+        return 50 * MIB
+
     def memory_stats(self) -> dict[str, int]:
         return {"num_alloc_retries": 0, "num_ooms": 0}
 
@@ -322,3 +325,11 @@ def test_workspaces_and_cache_are_let_go_between_tries(monkeypatch):
         played.calls.clear()
         made.clear()
         assert played.calls == ["clear workspaces", "empty_cache"]
+
+
+def test_a_step_that_keeps_memory_out_of_reach_is_told():
+    from simulated import Simulated, Training
+
+    made = Simulated(Training([8 * MIB] * 4, [3 * MIB] * 4), 300 * MIB)
+    made.kept_bytes = 5 * MIB
+    assert "keeps 5 MiB on the device" in repr(searched(made, 1, 3))
