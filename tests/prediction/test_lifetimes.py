@@ -133,7 +133,7 @@ def gpt2() -> None:
 SLACK = {"mlp": 8, "bert": 8, "llama": 64, "t5": 64, "gpt2": 64}
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(2)
 @pytest.mark.parametrize("run", [mlp, lora, llama, bert, t5, gpt2])
 def test_the_peak_is_the_real_cpu_allocators_to_the_byte(run):
     run()  # what is made once for a process is there
@@ -146,7 +146,7 @@ def test_the_peak_is_the_real_cpu_allocators_to_the_byte(run):
     assert abs(peak(record) - real) <= SLACK.get(run.__name__, 0)
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(2)
 def test_the_peak_is_that_of_torchs_own_tracker():
     def run() -> None:
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
