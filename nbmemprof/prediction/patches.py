@@ -67,7 +67,9 @@ def _cuda(torch: Any, gpu: GPU, memory: Any, changes: Changes) -> None:
         return lambda *_args, **_kwargs: value
 
     stream: Any = _stream_class(torch)
-    generator_state = lambda *_args, **_kwargs: torch.zeros(16, dtype=torch.uint8, device="cpu")  # noqa: E731 - one of a table
+    def generator_state(*_args: Any, **_kwargs: Any) -> Any:
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
     answers: dict[str, Any] = {
         "is_available": constant(value=True), "is_initialized": constant(value=True), "_is_compiled": constant(value=True), "_lazy_init": constant(None), "init": constant(None),
         "device_count": constant(1), "current_device": constant(0), "set_device": constant(None), "get_device_name": constant(gpu.title), "_lazy_call": constant(None),
