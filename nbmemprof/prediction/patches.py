@@ -67,6 +67,7 @@ def _cuda(torch: Any, gpu: GPU, memory: Any, changes: Changes) -> None:
         return lambda *_args, **_kwargs: value
 
     stream: Any = _stream_class(torch)
+
     def generator_state(*_args: Any, **_kwargs: Any) -> Any:
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
