@@ -44,7 +44,7 @@ class Where:
         gc.collect()
         if self.device == "cuda":
             return int(torch.cuda.memory_allocated())
-        storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        storages = [thing.untyped_storage() for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]  # a fake one has no storage
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -63,7 +63,9 @@ def clock_of(born: pl.DataFrame, end: int, marks: pl.DataFrame, stacks: _Stacks)
     one call of a module (layers). Stacks that only keep count where there is nothing else.
     """
     start = int(born.get_column("alloc_seq").min())  # type: ignore[arg-type]
-    steps = marks.filter((pl.col("kind") == "step") & (pl.col("seq") <= end)).get_column("seq").unique().sort()
+    first = pl.when(pl.col("seq").is_null() & (pl.col("time_us") <= 0)).then(start).otherwise(pl.col("seq") + 1)  # a mark names the last event before it
+    steps = marks.filter(pl.col("kind") == "step").select(first).to_series().drop_nulls().unique().sort()
+    steps = steps.filter(steps <= end)
     if len(steps) >= MIN_HITS:
         return Clock(steps, (end - steps[0]) / len(steps), end, "step marks")
     rows = born.select("key", "alloc_seq", "free_seq")

@@ -291,9 +291,10 @@ def marks(log: Log, placed: Placed, seen: pl.DataFrame, start_us: float, end_us:
     ends = np.array([log.times_us[at - log.first] - start_us for at in log.ends() if log.first <= at < log.first + len(log.times_us)])
     ends = ends[(ends >= 0) & (ends <= end_us - start_us)]
     names = pl.Series([f"step {i}" for i in range(len(ends))], dtype=pl.String)
-    before = np.searchsorted(placed.clock_us, ends + start_us, side="right") - 1
+    begins = np.concatenate([[0.0], ends[:-1]]) if len(ends) else ends
+    before = np.searchsorted(placed.clock_us, begins + start_us, side="right") - 1
     seq = pl.Series([int(placed.seq[at]) if at >= 0 else None for at in before.tolist()], dtype=pl.Int64)
-    steps = schema.fill("marks", {"seq": seq, "time_us": pl.Series(np.concatenate([[0.0], ends[:-1]]) if len(ends) else ends), "end_us": pl.Series(ends), "kind": "step", "name": names}, len(ends))
+    steps = schema.fill("marks", {"seq": seq, "time_us": pl.Series(begins), "end_us": pl.Series(ends), "kind": "step", "name": names}, len(ends))
     return pl.concat([part for part in (phases, steps) if part.height <= _MOST_MARKS] or [phases.clear()])
 
 

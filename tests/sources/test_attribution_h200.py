@@ -139,13 +139,14 @@ def test_a_cache_on_an_h200_knows_its_sequences_tokens_and_growth() -> None:
     assert row["int8_saves_bytes"] == int(row["requested_bytes"] * (1 - (1 + 2 / 64) / 2))
 
 
-def test_marks_of_steps_stand_at_their_last_event() -> None:
+def test_marks_of_steps_name_the_last_event_before_them() -> None:
     made = capture("gpt2_fp32")
     steps = made.marks.filter(pl.col("kind").cast(pl.String) == "step").sort("time_us")
     contexts = made.tables["contexts"]
-    for number, seq in enumerate(steps["seq"]):
-        assert contexts.filter(pl.col("seq") <= seq)["step"].max() == number
-        assert contexts.filter(pl.col("seq") > seq)["step"].min() == number + 1
+    assert steps["seq"][0] is None, "nothing was recorded before the first"
+    for number, seq in enumerate(steps["seq"][1:].to_list(), 1):
+        assert contexts.filter(pl.col("seq") <= seq)["step"].max() == number - 1
+        assert contexts.filter(pl.col("seq") > seq)["step"].min() == number
 
 
 def test_the_pool_of_a_cuda_graph_is_named() -> None:
