@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import recorded
-from recorded import FOLDER
+import searches
+from searches import FOLDER
 
 from nbmemprof.searching.search import Search
 from nbmemprof.searching.trying import Try
@@ -20,7 +20,7 @@ def test_recordings_are_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_ran_two_steps_on_the_device_and_the_next_did_not(name):
-    found = recorded.told(name)["nbmemprof"]
+    found = searches.told(name)["nbmemprof"]
     fits = {row["batch"]: row["fits"] for row in found["log"]}
     assert found["exact"]
     assert (fits[found["answer"]], fits[found["answer"] + 1]) == (True, False)
@@ -31,7 +31,7 @@ def test_the_answer_ran_two_steps_on_the_device_and_the_next_did_not(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_others_answer_less_or_need_more_tries(name):
-    found = recorded.told(name)
+    found = searches.told(name)
     ours = found["nbmemprof"]
     assert found["accelerate"]["answer"] <= ours["answer"]
     assert found["accelerate"]["tries"] > 8
@@ -42,7 +42,7 @@ def test_others_answer_less_or_need_more_tries(name):
 @pytest.mark.cost(1)
 @pytest.mark.parametrize("name", KEPT)
 def test_the_rules_serve_every_recorded_try_as_the_device_did(name):
-    for row, stream, room in recorded.tries(name):
+    for row, stream, room in searches.tries(name):
         if not row["fits"]:
             continue
         served = stream.serve(limit_bytes=room.limit_bytes, capacity_bytes=room.capacity_bytes, card_bytes=room.card_bytes, tolerant=stream.survived > 0)
@@ -56,7 +56,7 @@ def test_the_rules_serve_every_recorded_try_as_the_device_did(name):
 @pytest.mark.cost(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_the_plan_on_the_recorded_tries_is_the_recorded_one(name):
-    tries = {row["batch"]: (row, stream, room) for row, stream, room in recorded.tries(name)}
+    tries = {row["batch"]: (row, stream, room) for row, stream, room in searches.tries(name)}
 
     class Recorded:
         origin, policy, plans = "recorded", "windows", name in ("cnn", "vit")
@@ -75,4 +75,4 @@ def test_the_plan_on_the_recorded_tries_is_the_recorded_one(name):
     assert [t.batch for t in search.tries] == list(tries)
     assert len(search.tries) <= 8
     assert sum(not t.fits for t in search.tries) <= 2
-    assert search.lo == recorded.told(name)["nbmemprof"]["answer"]
+    assert search.lo == searches.told(name)["nbmemprof"]["answer"]
