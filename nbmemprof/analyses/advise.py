@@ -50,13 +50,29 @@ def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
     if seen.replayed:  # the replay says for certain what would have served a request
         found = [one for one in found if one.rule != "scattered"]
     if replay and seen.is_cuda:
-        found = [*_refused(capture), *found, *_settings(trials(capture)), *_pools(capture)]
+        too_much = list(_too_much(capture))
+        found = [*too_much, *_refused(capture), *found, *([] if too_much else _settings(trials(capture))), *_pools(capture)]
     rows = [
         {"device": one.device, "rank": one.rank, "rule": one.rule, "finding": one.finding, "evidence": one.evidence, "saving_bytes": one.saving_bytes, "action": one.action,
          "origin": one.origin or capture.meta["origin"]}
         for one in found
     ]  # fmt: skip
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("saving_bytes", descending=True, nulls_last=True, maintain_order=True)
+
+
+def _too_much(capture: Capture) -> Iterator[Finding]:
+    """A prediction whose tensors alone are more than there is room for: no setting helps."""
+    needs, limit = capture.meta.get("needs"), capture.meta.get("limit_bytes")
+    if not isinstance(needs, dict):
+        return
+    room = int(capture.meta.get("capacity_bytes") or 0) - int(capture.meta.get("outside_bytes") or 0)
+    room = max(0, room if limit is None else min(room, int(limit)))
+    if int(needs["peak_allocated_bytes"]) > room:
+        yield Finding(
+            "does_not_fit", f"It does not fit: its tensors take {format_bytes(int(needs['peak_allocated_bytes']))} at the peak, and there is room for {format_bytes(room)}.",
+            f"Predicted as if no request were refused; the first refused one asks for {format_bytes(int(needs['refused_bytes']))} ({needs['op']}).",
+            "No allocator setting helps. Let less live at once: a smaller batch, activation checkpointing, smaller tensors; nbmemprof.cards(capture) tells on which GPU it fits.", 0, None, None,
+        )  # fmt: skip
 
 
 def _refused(capture: Capture) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ _SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "releasable_bytes": pl.Int64, "fits_if_adjacent": pl.Boolean, "free_site": pl.String, "free_site_bytes": pl.Int64, "setting": pl.String, "help": pl.String,
     "stack_id": pl.UInt32, "origin": pl.String,
 }  # fmt: skip
+_NOT_SEEN = "A real run that does not catch the error has ended at the first refusal."
 _EXPLAINED = 100  # of more refusals, the first and the last fifty: each needs the heap as it was
 _BLOCKS_LOOKED_AT = 200_000  # over all refusals; beyond it the nearest hole is not looked for
 
@@ -54,7 +55,11 @@ def oom(capture: Capture, replay: bool = False) -> pl.DataFrame:
     in what would need the heap at their time, and a ``reason`` that says so.
     """
     refusals = capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
-    return explained(capture, refusals, settings_that_serve(capture) if replay and refusals.height else {})
+    rows = explained(capture, refusals, settings_that_serve(capture) if replay and refusals.height else {})
+    if capture.meta.get("source") != "prediction" or not rows.height:
+        return rows
+    later = pl.int_range(pl.len()) > 0  # a prediction goes on; a run doesn't
+    return rows.with_columns(pl.when(later).then(pl.format("{} {}", pl.lit(_NOT_SEEN), "reason")).otherwise("reason").alias("reason"))
 
 
 def explained(capture: Capture, refusals: pl.DataFrame, served: dict[int, tuple[str | None, str]]) -> pl.DataFrame:

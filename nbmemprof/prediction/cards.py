@@ -11,6 +11,7 @@ from nbmemprof.analyses.summary import summary
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction.catalogue import CATALOGUE, GPU, MIB
+from nbmemprof.units import format_bytes
 
 __all__ = ["cards"]
 
@@ -46,11 +47,13 @@ def cards(capture: Capture, replay: bool = True) -> pl.DataFrame:
     told = rows.drop_nulls("peak_allocated_bytes")
     if told.is_empty():
         raise NbmemprofError("This capture has no peak: no event and no recording tells of one. Record the cell with %%memprof, or open a snapshot with its history.")
+    needs = capture.meta.get("needs") or {}
     on_gpu = told.filter(pl.col("kind").cast(pl.String) == "device")
     fullest = (on_gpu if on_gpu.height else told).sort("peak_allocated_bytes", descending=True).row(0, named=True)
     allocated = int(fullest["peak_allocated_bytes"])
     reserved = max(int(fullest["peak_reserved_bytes"] or allocated), allocated)
-    made = [_row(capture, gpu, allocated, reserved, replay=replay and bool(on_gpu.height), on_gpu=bool(on_gpu.height)) for gpu in CATALOGUE.values()]
+    allocated, reserved = max(allocated, int(needs.get("peak_allocated_bytes", 0))), max(reserved, int(needs.get("peak_reserved_bytes", 0)))
+    made = [_row(capture, gpu, allocated, reserved, replay=replay and bool(on_gpu.height) and not needs, on_gpu=bool(on_gpu.height)) for gpu in CATALOGUE.values()]
     return pl.DataFrame(made, schema=_SCHEMA, orient="row").sort("capacity_bytes", "card")
 
 
@@ -63,6 +66,10 @@ def _row(capture: Capture, gpu: GPU, allocated: int, reserved: int, *, replay: b
     if not on_gpu:
         evidence = f"{evidence}; {_WHERE_FROM_A_CPU}"
     fits = "yes" if high <= gpu.capacity_bytes else "no" if low > gpu.capacity_bytes else "maybe"
+    if capture.meta.get("needs"):
+        evidence = f"predicted peak as if no request were refused{evidence.removeprefix('recorded peak')}"
+        if capture.meta.get("limit_bytes") is None and gpu.capacity_bytes <= int(capture.meta.get("capacity_bytes") or 0):
+            fits, evidence = "no", f"{evidence}; the prediction with {format_bytes(int(capture.meta['capacity_bytes']))} met a refusal"
     if fits == "maybe" and replay and capture.events.height <= _MOST:
         fits, more = _tried(capture, gpu.capacity_bytes - usual - outside.plus_minus * MIB)
         evidence, origin = f"{evidence}; {more}", "replayed"

@@ -18,6 +18,7 @@ from nbmemprof.prediction.recorder import EMPTY_CACHE, Allocation, Record
 
 __all__ = ["capture_of", "served"]
 
+_GOES_ON = "the error of a refused request is not raised inside the cell: the request is skipped with its free, and the code goes on; a real run ends at the first"
 NOTHING_SPENT = {"stacks": "none", "cost_text": ""}  # meta["recording"] of a window of a fake run: what is not in it did not happen
 _ACTIONS = {
     M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
@@ -102,14 +103,35 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
             opened=Device.reset_peak_stats if since else None,
         )  # fmt: skip
 
+    assumptions = dict(record.assumptions)
+    refused = np.flatnonzero(trace[:, 0] == M.OOM)
+    if len(refused):
+        free = served(record, torch=torch, conf=_without_limit(conf), history=False, since=since, opened=Device.reset_peak_stats if since else None).stats()
+        meta = meta | {"needs": _needs(record, trace, refused, free)}
+        assumptions[_GOES_ON] = len(refused)
+
     counters |= bounds(record, again, counters["peak_allocated_bytes"], counters["peak_reserved_bytes"])
     made = heap.build(
         tables, origin="predicted", source="prediction", device=gpu.title, capacity_bytes=capacity, limit_bytes=limit_bytes, conf=conf, torch=torch, outside_bytes=outside,
-        counters={"0": counters}, assumptions=[{"what": what, "count": count} for what, count in sorted(record.assumptions.items())], kernels=dict(record.kernels), **meta,
+        counters={"0": counters}, assumptions=[{"what": what, "count": count} for what, count in sorted(assumptions.items())], kernels=dict(record.kernels), **meta,
     )  # fmt: skip
     if since:
         made.tables["allocations"] = _known_before(made.tables["allocations"], record, whole[: opening.rows])
     return made
+
+
+def _needs(record: Record, trace: Any, refused: Any, free: dict[str, int]) -> dict[str, Any]:
+    """The first request that is refused, and what the code would have taken if none were: bytes of tensors and of what torch reserves for them."""
+    made = record.made[int(np.asarray(record.events, np.int64)[trace[refused[0], 5] // M.WORDS])]
+    return {
+        "refused_bytes": made.nbytes, "refused": len(refused), "seq": int(refused[0]), "op": made.op, "layer": made.layer, "phase": made.phase, "step": made.step,
+        "peak_allocated_bytes": free["allocated_bytes.all.peak"], "peak_reserved_bytes": free["reserved_bytes.all.peak"],
+    }  # fmt: skip
+
+
+def _without_limit(conf: str) -> str:
+    """An allocator's setting without the share of the memory that a process may take."""
+    return ",".join(part for part in conf.split(",") if not part.strip().startswith("per_process_memory_fraction"))
 
 
 class _Opening:

@@ -65,13 +65,16 @@ def _ooms(known: Facts, device: Device) -> list[str]:
     if not device.row.get("ooms"):
         return []
     frame = known.of(known.ask("oom"), device)
-    said = []
+    said, goes_on = [], known.meta.get("source") == "prediction"
+    further = f" {format_count(frame.height - 1)} more {'was' if frame.height == 2 else 'were'} refused in the prediction, which goes on; a real run ends at the first." if goes_on and frame.height > 1 else ""
+    frame = frame.head(1) if goes_on else frame
     for row, cut in _some(frame, "out-of-memory errors"):
         where = f" at {middle(row['site'])}" if row.get("site") else ""
         text = f"Out of memory{where}: {row.get('reason') or format_bytes(row.get('requested_bytes')) + ' asked for.'}"
         helps = row.get("would_help_bytes")
         text += f" Giving back {format_bytes(helps)} would have made room" if helps else " A smaller batch or activation checkpointing asks for less"
-        said.append(f"{text}; the lines that held most are in the tables.{cut}")
+        named = device.sites.height and device.sites["site"].drop_nulls().len()
+        said.append(f"{text}{'; the lines that held most are in the tables' if named else '' if text.endswith('.') else '; what held most is in the tables' if device.breakdown.height else ''}.{cut}{further}")
     return said or [
         "Out of memory" + (f", {device.row['ooms']} times" if device.row["ooms"] > 1 else "") + ". A smaller batch or activation checkpointing asks for less."
     ]

@@ -30,7 +30,7 @@ def headline(capture: Capture) -> str:
     """One line a device: peak, what stayed, what it was made of, what recording cost, where the numbers come from."""
     known = facts(capture)
     if known.is_empty:
-        return empty_reason(known)
+        return _joined(does_not_fit(known.meta), empty_reason(known))
     lines = [device_line(known, device, last=i == 0) for i, device in enumerate(known.devices[:_DEVICES])]
     if len(known.devices) > _DEVICES:
         lines.append(f"{_DEVICES} of {len(known.devices)} devices are listed, those with the highest peaks.")
@@ -40,7 +40,8 @@ def headline(capture: Capture) -> str:
 def device_line(known: Facts, device: Device, *, last: bool = True) -> str:
     """Return the headline of one device; with ``last`` the words about the whole capture end it."""
     known_peak = device.number("peak_allocated_bytes") is not None
-    parts = [_peak(device) if known_peak else _state(device)]
+    parts = [does_not_fit(known.meta)] if last and known.meta.get("source") == "prediction" else []
+    parts = [*filter(None, parts), _peak(device) if known_peak else _state(device)]
     if known.is_quiet:
         parts.append("nothing was allocated or freed in this cell")
     kept, is_file = device.kept, known.meta.get("source") == "torch_snapshot"
@@ -56,6 +57,24 @@ def device_line(known: Facts, device: Device, *, last: bool = True) -> str:
         parts += [p for p in (_cost(known.meta), origin(known.meta)) if p]
     prefix = f"{device.label}: " if device.label else ""
     return prefix + " · ".join(parts)
+
+
+def does_not_fit(meta: dict[str, Any]) -> str:
+    """What a prediction that met a refusal says first; empty where all was served."""
+    needs, outside, capacity, limit = meta.get("needs"), int(meta.get("outside_bytes") or 0), meta.get("capacity_bytes"), meta.get("limit_bytes")
+    if meta.get("source") != "prediction" or not (isinstance(needs, dict) or (outside and isinstance(capacity, int) and outside > capacity)):
+        return ""
+    alone = f"the context and libraries alone take {format_bytes(outside)} of {format_bytes(capacity)}" if isinstance(capacity, int) and outside >= capacity else ""
+    if not isinstance(needs, dict):
+        return f"does not fit: {alone}"
+    at = f"{clean(needs.get('op') or 'a request')}{' in ' + clean(needs['layer']) if needs.get('layer') else ''} (asked {format_bytes(needs['refused_bytes'])})"
+    room = f", of {format_bytes(limit)} allowed" if isinstance(limit, int) else f", of {format_bytes(capacity)}" if isinstance(capacity, int) else ""
+    text = f"does not fit: first refused at {at}; it needs at least about {format_bytes(needs['peak_allocated_bytes'])} and {format_bytes(outside)} beside the allocator{room}"
+    return _joined(text, alone, "; ")
+
+
+def _joined(first: str, second: str, between: str = " · ") -> str:
+    return between.join(part for part in (first, second) if part)
 
 
 def _peak(device: Device) -> str:
