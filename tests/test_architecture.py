@@ -145,7 +145,7 @@ def test_only_the_magics_know_ipython_when_imported():
     ]
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(1.2)
 def test_importing_everything_loads_nothing_heavy():
     """In a fresh process, with the heavy packages blocked, every module but the command line imports, and does so without them."""
     code = f"""

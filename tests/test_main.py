@@ -10,7 +10,7 @@ from nbmemprof.__main__ import main
 SNAPSHOT = ROOT / "notebooks" / "data" / "h200_gpt2_small_batch4.pickle.gz"
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.9)
 def test_show_prints_the_headline_and_writes_the_page(tmp_path, capsys):
     assert main(["show", str(SNAPSHOT), "--html", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().out

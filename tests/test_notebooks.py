@@ -69,7 +69,7 @@ def _nbval(path):
     )  # fmt: skip
 
 
-@pytest.mark.cost(20)
+@pytest.mark.cost(10.6)
 def test_one_wrong_number_in_a_copy_is_seen(tmp_path):
     """Break the last digit of one checked cell's saved output: that cell fails, and no other."""
     path = ROOT / "notebooks" / "01_first_steps.ipynb"

@@ -39,7 +39,7 @@ def wheels(tmp_path_factory):
     return names, inside
 
 
-@pytest.mark.cost(8)
+@pytest.mark.cost(1.9)
 def test_both_wheels_hold_the_whole_package_and_nothing_else(wheels):
     names, _ = wheels
     assert len(names) == 2

@@ -82,7 +82,7 @@ def twins(tmp_path_factory):
     return kernel(sources, tmp_path_factory.mktemp("twins"))
 
 
-@pytest.mark.cost(8)
+@pytest.mark.cost(4)
 def test_loading_prints_nothing(twins):
     assert twins[0].outputs == []
 
@@ -148,7 +148,7 @@ def outputs(story, start: str, nth: int = 0) -> list:
     return [cell for source, cell in story.items() if source.startswith(start)][nth].outputs
 
 
-@pytest.mark.cost(5)
+@pytest.mark.cost(2.3)
 def test_value_and_capture_are_there(story):
     assert text_of(outputs(story, "print(_,")[0]) == "112 True True 2\n"
 
@@ -189,7 +189,7 @@ def test_unloading_in_a_cell_and_loading_again(story):
     assert [is_report(o) for o in outputs(story, "%%memprof\nagain")] == [True]
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(2.3)
 def test_an_empty_cell_costs_less_than_20_ms():
     import sys
 
@@ -221,7 +221,7 @@ def with_torch(tmp_path_factory):
     return dict(zip(TORCH, kernel(TORCH, tmp_path_factory.mktemp("torch")), strict=True))
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(4.8)
 def test_a_cell_that_imports_torch_is_recorded_from_there(with_torch):
     (report,) = outputs(with_torch, "%%memprof\nimport torch")
     assert report.data["text/plain"].startswith("CPU: peak 4 MiB")

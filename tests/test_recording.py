@@ -435,7 +435,7 @@ def test_a_picture_without_torch_says_so(shelf):
     assert capture.meta["warnings"][0].startswith("empty: torch is not imported")
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.6)
 def test_a_picture_of_cpu_tensors_has_each_storage_once():
     torch = pytest.importorskip("torch")
     base = torch.zeros(1 << 20)

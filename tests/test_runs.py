@@ -170,7 +170,7 @@ def test_a_wrong_split_is_refused(tmp_path):
         mp.open_run(tmp_path).trend(by="line")
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_the_capture_of_a_watch_saves_loads_and_shows(tmp_path):
     watched(tmp_path / "run", "0-a-1", 0.0, [50 * MIB] * 30)
     made = mp.open_run(tmp_path / "run").capture

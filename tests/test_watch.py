@@ -155,7 +155,7 @@ def test_two_readings_say_nothing():
     assert judge(Series()).verdict == "unknown"
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_servers_without_a_leak_raise_no_alarm_and_one_with_a_leak_does():
     """Three of the hundred kinds that the soak tries, and a short run with a leak of 0.1 %."""
     for seed in (2, 9, 16):
@@ -352,7 +352,7 @@ assert not {{"polars", "torch", "numba", "IPython"}} & set(sys.modules), sys.mod
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.9)
 def test_with_stacks_the_lines_that_hold_memory_are_kept(tmp_path):
     torch = pytest.importorskip("torch")
     kept = []
@@ -406,7 +406,7 @@ def killed(folder, seconds):
     return story
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(2.9)
 def test_killed_at_random_moments_every_run_is_readable(tmp_path):
     rng = random.Random(0)
     stories = [killed(tmp_path / str(i), rng.uniform(0.0, 0.5)) for i in range(5)]
@@ -442,7 +442,7 @@ def test_torn_and_damaged_lines_are_left_out_and_counted(tmp_path):
     assert (story.damaged, story.torn) == (2, True)
 
 
-@pytest.mark.cost(9)
+@pytest.mark.cost(6)
 def test_a_real_server_that_leaks_a_thousandth_is_told_before_its_limit(tmp_path):
     seen = serve_until_alarm(tmp_path, 40, 9000, "--hurry")
     assert seen["alarm"], "an alarm"

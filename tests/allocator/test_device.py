@@ -38,7 +38,7 @@ def test_code_that_catches_torchs_error_catches_this_one():
         Device(capacity_bytes="1GiB").malloc("2GiB")
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_a_device_needs_no_torch():
     code = """
 import sys

@@ -188,7 +188,7 @@ def test_a_limit_that_only_the_garbage_collector_shows_is_found(pattern):
 
 
 # ---------------------------------------------------------------------------------------------- what-if against truth
-@pytest.mark.cost(4)
+@pytest.mark.cost(3.3)
 @pytest.mark.parametrize("source", ["default", "expandable"])
 def test_the_true_peak_lies_in_the_range(source):
     """Four patterns, from one setting's trace to the four others: median width at most 2 %, nine of ten at most 10 %."""

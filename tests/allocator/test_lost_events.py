@@ -55,7 +55,7 @@ def test_the_missing_event_is_named_with_the_places_where_it_can_have_been(name,
         assert "is missing" in told["text"]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize(("name", "which"), [("mempool", 270), ("default-streams", 700), ("lseg", 1300)])
 def test_between_the_places_nothing_recorded_tells_and_outside_something_does(name, which):
     """The proof that no verdict can do better: with the event at the first or at the last place the recording is exact, one place further it is not."""

@@ -21,7 +21,7 @@ def rows(frame: pl.DataFrame) -> dict[str, dict]:
     return {r["conf"]: r for r in frame.iter_rows(named=True)}
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.8)
 def test_a_training_run_of_changing_length_default_to_expandable_and_back():
     """GPT-2 small, eight steps of changing sequence length, run both ways on an H200: each predicts the other."""
     recorded, truth = of_trace("gpt2_varlen_b8_expand")
@@ -87,7 +87,7 @@ def test_a_request_that_was_refused_is_asked_again_under_every_setting():
     assert made.meta["stats"]["0"]["allocated_bytes.all.current"] == 18 * MIB  # given back at once
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(1.5)
 @given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.integers(0, 6)), min_size=1, max_size=25), st.sampled_from([None, 60 * MIB, 100 * MIB]), st.sampled_from(CONFS))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_if_loses_no_request(sizes, limit, conf):

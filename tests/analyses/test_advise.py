@@ -248,7 +248,7 @@ def test_without_a_device_or_anything_at_all_there_is_no_advice_and_the_columns_
     assert advise(Capture.build({})).schema == advise(loaded(graphs()), replay=False).schema
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 def test_the_cheap_part_costs_little_at_a_first_look():
     device = Device()
     live = [device.malloc(n) for n in (512, 70_000, 3 * MIB, 40 * MIB) for _ in range(20)]
@@ -276,7 +276,7 @@ def test_settings_that_were_changed_at_run_time_give_no_ground_to_compare_with()
     assert row["saving_bytes"] is None
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(1.2)
 def test_strange_and_damaged_snapshots_get_an_answer():
     """Names with markup, unknown words, lost events, sizes of zero: advice or none, no error; the replay's word is always there."""
     answered = 0

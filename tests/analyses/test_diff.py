@@ -116,7 +116,7 @@ def test_a_run_and_itself_differ_in_nothing_by_anything(by):
         assert by in found.columns
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(1.4)
 @settings(max_examples=15, deadline=None)
 @given(allocators(), allocators())
 def test_diff_laws(one, two):

@@ -58,7 +58,7 @@ def test_the_verbs_print_findings_stories_and_pools(capsys):
     assert "No line would gain" in advice.pools(mp.Capture.build({}))
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_the_magic_s_verbs_are_there(capsys):
     from nbmemprof.flags import verbs
 

@@ -27,7 +27,7 @@ def generate(model: Any, tokens: Any, mask: Any, **more: Any) -> Any:
     return model.generate(tokens, attention_mask=mask, max_new_tokens=10, min_new_tokens=10, do_sample=False, pad_token_id=0, return_dict_in_generate=True, **more)
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(1.2)
 def test_a_growing_cache_is_the_models_arithmetic_and_padding_is_told(llama: Any) -> None:
     tokens = torch.randint(5, 500, (3, 20))
     mask = torch.ones_like(tokens)

@@ -121,7 +121,7 @@ def test_each_device_is_looked_at_alone():
     assert rows.select("device", "reserved_bytes", "live_bytes").rows() == [(1, 20 * MIB, 20 * MIB)]
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(1.4)
 def test_of_very_many_refusals_the_first_and_last_are_explained_and_all_are_listed():
     a = Allocator(limit=100 * MIB)
     a.malloc(80 * MIB, SITE)

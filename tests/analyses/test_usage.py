@@ -84,7 +84,7 @@ def checkpointed(*, each: bool) -> None:
     x.sum().backward()
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.8)
 def test_one_checkpoint_around_everything_is_told_and_one_a_block_is_not() -> None:
     once, each = recorded(lambda: checkpointed(each=False)), recorded(lambda: checkpointed(each=True))
     said = found(once, "one_checkpoint") or ""

@@ -92,7 +92,7 @@ def ink(page) -> int:
     return min(map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.querySelector('.nbm p')).color"))[:3]))
 
 
-@pytest.mark.cost(22)
+@pytest.mark.cost(14.8)
 def test_lab_draws_it_in_light_and_dark(ran):
     seen, _ = ran
     check(seen["light"])
@@ -112,7 +112,7 @@ def test_what_is_saved_is_small_and_speaks(ran):
         assert "peak" in "".join(shown[0]["text/plain"])
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(5.1)
 def test_notebook_7_shows_the_saved_file_trusted(ran, jupyter, watched):
     watched.open(jupyter.format("notebooks/first.ipynb"))
     check(watched.pictures(PICTURES))
@@ -139,7 +139,7 @@ def test_an_untrusted_copy_without_a_kernel_is_whole(ran, jupyter, folder, watch
     assert watched.page.title() not in ("1", "owned")
 
 
-@pytest.mark.cost(5)
+@pytest.mark.cost(1.4)
 def test_nbconvert_draws_it(ran, folder, tmp_path, watched):
     from nbconvert import HTMLExporter
 
@@ -150,7 +150,7 @@ def test_nbconvert_draws_it(ran, folder, tmp_path, watched):
     check(watched.pictures(PICTURES))
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_report_zooms_without_a_kernel_or_network(fixtures, tmp_path, watched, scheme):
     import nbmemprof as mp
@@ -190,7 +190,7 @@ def test_the_report_zooms_without_a_kernel_or_network(fixtures, tmp_path, watche
     assert (max(map(int, re.findall(r"\d+", ground)[:3])) < 60) == (scheme == "dark")
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(2.5)
 def test_no_text_from_a_file_acts_in_the_report(fixtures, tmp_path, watched):
     import nbmemprof as mp
 

@@ -66,7 +66,7 @@ def test_names_from_a_kernel_are_text():
     assert "<b>" not in made
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 def test_memory_and_kernels_of_one_cell_are_one_report():
     counted = told()
     blocks = schema.fill("blocks", {"device": 0, "kind": "device", "source": "torch", "snapshot_id": 0, "addr": [0], "segment_addr": [0], "size_bytes": [1 << 20], "state": "active_allocated"}, height=1)

@@ -67,7 +67,7 @@ def lives(draw: st.DrawFn, max_calls: int = 60, pools: bool = True, whole_blocks
     return life
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 @FEW
 @given(lives())
 def test_blocks_tile_their_segments_and_sums_are_the_counters(life):
@@ -89,7 +89,7 @@ def test_blocks_tile_their_segments_and_sums_are_the_counters(life):
     assert sums == {"total_size": now["reserved"], "allocated_size": now["allocated"], "active_size": now["active"], "requested_size": now["requested"]}
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 @FEW
 @given(lives())
 def test_the_law_of_bytes(life):
@@ -106,7 +106,7 @@ def test_the_law_of_bytes(life):
     assert stats["num_ooms"] == len(life.refused)
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 @FEW
 @given(lives())
 def test_sets_hold_exactly_the_free_blocks_in_order(life):
@@ -130,7 +130,7 @@ def test_sets_hold_exactly_the_free_blocks_in_order(life):
     assert sorted(found) == free.tolist()
 
 
-@pytest.mark.cost(2.5)
+@pytest.mark.cost(1)
 @FEW
 @given(lives(pools=False))
 def test_replay_under_the_recorded_setting_gives_the_recording(life):
@@ -141,7 +141,7 @@ def test_replay_under_the_recorded_setting_gives_the_recording(life):
     assert told["exact"], told
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(1.4)
 @FEW
 @given(lives(pools=False, confs=("", "roundup_power2_divisions:4", "expandable_segments:True")), st.sampled_from(CONFS[:4]))
 def test_what_if_loses_no_request(life, conf):
@@ -155,7 +155,7 @@ def test_what_if_loses_no_request(life, conf):
     assert mp.summary(made)["peak_reserved_bytes"].to_list() == [made.meta["stats"]["0"]["reserved_bytes.all.peak"]]
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(1.1)
 @FEW
 @given(lives(whole_blocks=False))  # that a pool does not split is in no file, so the reader of files can't know it
 def test_a_snapshot_of_the_model_loads_and_agrees_with_its_counters(life):

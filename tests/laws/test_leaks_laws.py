@@ -29,7 +29,7 @@ def check_seed(seed: int) -> None:
     assert found["bytes_per_iteration"].to_list() == [205] * len(want)  # 1024 bytes each fifth step
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(1)
 @pytest.mark.parametrize("seed", [0, 4])
 def test_the_planted_leak_is_found_to_the_byte_and_nothing_else(seed):
     check_seed(seed)
@@ -82,7 +82,7 @@ def test_the_oom_with_three_reasons_is_told_as_its_manifest_says(fixtures):
 
 @settings(max_examples=60, deadline=None)
 @given(allocators())
-@pytest.mark.cost(6)
+@pytest.mark.cost(1.4)
 def test_free_lists_add_up_to_what_is_reserved(a: Allocator):
     lists = fragmentation(a.capture(), 100_000)
     assert (lists["active_bytes"] + lists["free_bytes"]).sum() == lists["reserved_bytes"].sum() == a.reserved
@@ -97,7 +97,7 @@ def test_free_lists_add_up_to_what_is_reserved(a: Allocator):
 
 @settings(max_examples=40, deadline=None)
 @given(allocators(expandable=False))
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.9)
 def test_what_is_releasable_is_what_empty_cache_returns(a: Allocator):
     """In the default pool; private pools wait for their last user."""
     lists = fragmentation(a.capture())
@@ -108,7 +108,7 @@ def test_what_is_releasable_is_what_empty_cache_returns(a: Allocator):
 
 @settings(max_examples=40, deadline=None)
 @given(allocators(max_ops=40), allocators(max_ops=40, device=1))
-@pytest.mark.cost(6)
+@pytest.mark.cost(1.8)
 def test_lifetimes_hold_all_that_is_live_and_leaks_no_more(a: Allocator, b: Allocator):
     cap = capture([a, b])
     rows = lifetimes(cap)
@@ -123,7 +123,7 @@ def test_lifetimes_hold_all_that_is_live_and_leaks_no_more(a: Allocator, b: Allo
 
 @settings(max_examples=40, deadline=None)
 @given(allocators(max_ops=80))
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.6)
 def test_each_refusal_has_a_row_with_the_bytes_asked_for(a: Allocator):
     refusals = [e for e in a.trace if e["action"] == "oom"]
     rows = oom(a.capture())
@@ -134,7 +134,7 @@ def test_each_refusal_has_a_row_with_the_bytes_asked_for(a: Allocator):
 
 @settings(max_examples=20, deadline=None)
 @given(allocators(max_ops=50))
-@pytest.mark.cost(4)
+@pytest.mark.cost(1.3)
 def test_the_order_of_rows_changes_nothing(a: Allocator):
     cap = a.capture()
     mixed = Capture.build({n: cap.tables[n].sample(fraction=1, shuffle=True, seed=1) for n in ("allocations", "segments", "blocks", "stacks", "marks")} | {"events": cap.events})

@@ -30,7 +30,7 @@ def by_category(name: str, at: str, column: str = "requested_bytes") -> dict[str
     return dict(zip(frame["category"].cast(pl.String), frame[column], strict=True))
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("name", NAMES)
 def test_categories_sum_to_torchs_allocated_at_the_peak_and_at_the_end(name: str) -> None:
     truth = numbers(name)["torch"]

@@ -53,7 +53,7 @@ def play(name: str) -> Capture:
     return source.stop()
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_and_end_equal_torchs_own_counters(name: str) -> None:
     capture = play(name)
@@ -64,7 +64,7 @@ def test_peaks_and_end_equal_torchs_own_counters(name: str) -> None:
     assert row["peak_requested_bytes"] == numbers(name)["stats"]["end"]["requested_bytes"]["all"]["peak"]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_tells_the_same_as_the_live_recording(name: str) -> None:
     live, file = mp.summary(play(name)), mp.summary(mp.load(FOLDER / f"{name}.pickle.gz"))

@@ -69,7 +69,7 @@ class Trained:
 
 
 # ---------------------------------------------------------------------- what it finds
-@pytest.mark.cost(3)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("notes", [True, False])
 @pytest.mark.parametrize("kind", ["mlp", "attention", "convolution"])
 def test_categories_are_the_models_arithmetic_and_activations_what_autograd_saves(kind: str, notes: bool) -> None:
@@ -147,7 +147,7 @@ def test_a_tag_and_a_named_phase_are_what_the_user_says() -> None:
     assert list(tags.tagged()) == []
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("views", [False, True])
 def test_the_buckets_of_ddp_are_named_and_take_what_the_gradients_take(views: bool, tmp_path: Path) -> None:
     """One rank. Where gradients are views of the buckets, they are gradients."""

@@ -201,7 +201,7 @@ def test_every_truncation_is_refused(end):
             _pickle.decode(data[:end])
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_million_levels_are_refused_as_too_deep():
     """Whether the nest is closed bottom up by single appends or lies open under marks."""
     n = 10**6
@@ -217,7 +217,7 @@ def test_a_deep_tuple_as_a_key_costs_nothing():
         _pickle.decode(PROTO + b"})" + b"\x85" * 100_000 + b"K\x01s.")
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 def test_keys_that_collide_in_a_dict_of_pythons_cost_nothing():
     """Ints that are equal modulo 2**61-1 make a Python dict quadratic; here no dict is made."""
     keys = b"".join(b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little", signed=True) + b"N" for i in range(1, 20_000))
@@ -253,7 +253,7 @@ def test_a_list_that_holds_itself_is_read():
     assert tape.plain(tape.root, depth=3) == [[[None]]]
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_containers_beyond_all_measure_are_refused():
     """A file of nothing but empty dicts would need twenty times its size."""
     with pytest.raises(InputRefused, match="far more memory"):

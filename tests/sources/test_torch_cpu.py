@@ -167,7 +167,7 @@ def workloads() -> dict[str, Callable[[], Callable[[], object]]]:
     }
 
 
-@pytest.mark.cost(2.5)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("name", workloads())
 def test_equal_to_the_profiler_without_scratch(name: str) -> None:
     """Every allocation and release, in order and to the byte: recorded once without the profiler, profiled once without us."""
@@ -184,7 +184,7 @@ def test_equal_to_the_profiler_without_scratch(name: str) -> None:
     assert len(everything) > len(storages) > 12  # an encoder layer is one operator in inference
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 def test_recording_changes_nothing_that_the_profiler_sees() -> None:
     """The same allocations happen with and without the recorder: gradients are still summed in place, no operator takes another path."""
     run = workloads()["encoder"]()
@@ -344,7 +344,7 @@ def test_a_module_made_in_the_window_is_weights_by_its_stack() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_cells_stack_begins_with_the_cell() -> None:
     """Named In[n] after its execution count; IPython's own frames are left out."""
     shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
@@ -546,7 +546,7 @@ def test_a_pytorch_that_was_not_tried_is_tried_in_a_process_of_its_own(monkeypat
         _cpu_trace._rehearse(torch.__version__)
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(2.4)
 def test_a_small_bound_drops_finished_pairs_and_keeps_the_peak_and_who_was_there() -> None:
     """A burst in the middle of a long run of small allocations."""
 
@@ -568,7 +568,7 @@ def test_a_small_bound_drops_finished_pairs_and_keeps_the_peak_and_who_was_there
     assert {4000, 8000} <= set(capture.allocations["requested_bytes"].to_list())
 
 
-@pytest.mark.cost(2.5)
+@pytest.mark.cost(1.3)
 def test_events_that_come_faster_than_they_are_read_are_counted_as_lost() -> None:
     """No operator ends between them, so nothing empties the ring."""
 
@@ -652,7 +652,7 @@ def test_the_source_keeps_to_its_protocol(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch_cpu.unavailable() == "torch is not imported yet"
 
 
-@pytest.mark.cost(7)
+@pytest.mark.cost(2.7)
 def test_a_process_ends_well_with_tensors_alive_and_recording_on() -> None:
     """The observers outlive Python: tensors are freed after it has ended. A forked child is not recorded."""
     code = """

@@ -214,7 +214,7 @@ def pyramid(cuda: FakeCuda, poll: Any, noise: int) -> int:
     return cuda.heap.peak
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize("older_peak", [False, True])
 def test_a_long_cell_keeps_the_true_peak_and_what_it_was_made_of(older_peak: bool) -> None:
     """Without an older peak torch's counter vouches for what is passed over; with one every event is looked at."""
@@ -278,7 +278,7 @@ def test_a_thinned_peak_tells_what_was_found_at_its_addresses_before_and_after_i
     assert "storage" in found.filter(pl.col("category").cast(pl.String) == "weights")["evidence"].item()
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_cell_that_fits_its_budget_is_kept_whole_though_the_ring_is_short() -> None:
     cuda = FakeCuda()
     cuda.free(cuda.malloc(900 * MIB))

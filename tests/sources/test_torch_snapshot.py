@@ -147,7 +147,7 @@ def test_a_file_and_its_object_give_the_same_tables(name):
     assert_same(torch_snapshot.from_bytes(data), torch_snapshot.from_object(pickle.loads(data)))
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_a_real_recording_is_what_pickle_says_it_is():
     """ResNet-50 on an H200 under torch 2.11: every event, block and stack."""
     data = gzip.decompress((FOLDER / "torch-2.11-resnet50.pickle.gz").read_bytes())
@@ -452,7 +452,7 @@ def test_a_big_file_reads_the_same_compiled():
     assert_same(torch_snapshot.from_bytes(data), torch_snapshot.from_object(events(*rows)))
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(1.5)
 def test_traces_of_many_segments_are_followed_in_time():
     """Thirty thousand segments given back again, and as many mapped ranges that never touch: nothing is searched from end to end for each."""
     given = [event(action, (1 << 40) + i % 500 * (4 << 20), 2 << 20) for i in range(30_000) for action in ("segment_alloc", "segment_free")]

@@ -25,7 +25,7 @@ def _summary(capture):
     return mp.summary(capture).row(0, named=True)
 
 
-@pytest.mark.cost(5)  # the first pays for what torch imports
+@pytest.mark.cost(0.6)  # the first pays for what torch imports
 def test_sizes_are_those_of_the_allocator_and_not_of_the_cpu():
     """5 MiB take a 20 MiB segment, and 100 bytes a block of 512 in one of 2 MiB."""
     with mp.record(as_device="H200:1GiB") as rec:
@@ -115,7 +115,7 @@ def test_operators_after_a_refusal_inside_one_call_are_not_asked():
     assert _summary(rec.capture)["ooms"] == 1
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_backward_stops_at_a_node_after_the_one_that_asked():
     """Four layers of 16 MiB gradients each; the device has room for two of them."""
     with mp.record(as_device="H200:260MiB") as rec:
@@ -159,7 +159,7 @@ def test_what_is_computed_and_allocated_is_as_without():
     assert asked == host.capture.events.filter(host.capture.events["action"] == "alloc")["requested_bytes"].to_list()
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_categories_and_lines_are_the_cpu_recording_s():
     with mp.record(as_device="H200:1GiB") as rec:
         layer = torch.nn.Linear(512, 512)
@@ -248,7 +248,7 @@ def test_a_known_card_needs_no_size_and_another_source_is_refused():
         mp.record("torch_history", as_device="H200:8GiB")
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.7)
 def test_a_cell_under_the_magic_meets_the_error_and_its_report_says_modelled(capsys):
     from IPython.core.interactiveshell import InteractiveShell
 

@@ -13,7 +13,7 @@ from nbmemprof.views.findings import findings
 SITE = frames("train.py:5 step")
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_a_leak_of_two_options_is_said_with_what_to_do():
     said = " ".join(findings(loaded(fenced())))
     assert "max_split_size_mb together with expandable_segments leaks" in said

@@ -16,7 +16,7 @@ from nbmemprof.views.charts.timeline import timeline
 pytest.importorskip("altair")
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(1.1)
 def test_charts_are_drawn_without_a_network(training, two_devices):
     vl_convert = pytest.importorskip("vl_convert")
     for chart, words in (
@@ -29,7 +29,7 @@ def test_charts_are_drawn_without_a_network(training, two_devices):
         assert all(word in svg for word in words), [w for w in words if w not in svg]
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_series_have_the_colours_of_the_first_view(training):
     scale = timeline(timeline_frame(training())).to_dict()["encoding"]["color"]["scale"]
     assert dict(zip(scale["domain"], scale["range"], strict=True))["weights"] == "#0072b2"

@@ -155,7 +155,7 @@ def test_text_from_files_stays_text_everywhere(markup):
     assert all(i["src"].startswith("data:image/svg+xml;base64,") for i in page.images)
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_names_that_are_not_ascii_arrive_whole(many_sites):
     page = Page(first.bundle(many_sites)["text/html"])
     assert any("模型" in t for svg in svgs(page) for t in texts(svg))
@@ -168,7 +168,7 @@ def test_what_is_saved_stays_below_80_kb(training, two_devices, many_sites):
         assert len(saved) <= 80_000
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 def test_a_busy_capture_uses_its_budget_and_keeps_to_it():
     """8 devices with 4,000 events that never repeat a height."""
     per = 4000
@@ -195,7 +195,7 @@ def test_a_busy_capture_uses_its_budget_and_keeps_to_it():
     assert "of 8 devices are drawn" in shown["text/html"]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_cut_tables_say_n_of_m(many_sites):
     assert re.search(r"Lines that held most at the peak \(\d+ of 5\u202f000\)", first.bundle(many_sites)["text/html"])
 

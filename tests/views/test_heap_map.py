@@ -36,7 +36,7 @@ def test_the_sentence_has_the_bytes_of_the_tables(pools):
     assert f"At the end 13 segments of 1.9 GiB together, {format_bytes(free)} of it free in 27 pieces" in sentence
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(0.6)
 def test_pixels_are_bytes():
     """A heap that is full at the peak and half free at the end shows a quarter of its pixels free, and a small block that pins a segment is seen."""
     torch = pytest.importorskip("torch")
@@ -52,7 +52,7 @@ def test_pixels_are_bytes():
     assert row.tolist() == [3] + [1] * 99
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(0.6)
 def test_more_segments_than_rows_are_n_of_m(pools, fixtures):
     big = mp.load(fixtures / "recordings" / "snap_gpt2_varlen_b8.pickle.gz")
     made = heap_map.bundle(big)

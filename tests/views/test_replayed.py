@@ -48,7 +48,7 @@ def kernel(monkeypatch):
     return published
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(1)
 def test_first_paint_says_not_replayed_and_the_same_output_has_the_verdict(tight, kernel):
     first.show(tight)
     (before, options, _), (after, update, main) = kernel
@@ -61,7 +61,7 @@ def test_first_paint_says_not_replayed_and_the_same_output_has_the_verdict(tight
     assert sum(len(part.encode()) for part in after.values()) <= first.BUDGET_BYTES
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(1.1)
 def test_a_long_recording_is_replayed_beside_the_cell(tight, kernel, monkeypatch):
     monkeypatch.setattr(replayed, "SHORT", 10)
     go, real = threading.Event(), replayed._judged
@@ -75,7 +75,7 @@ def test_a_long_recording_is_replayed_beside_the_cell(tight, kernel, monkeypatch
     assert not kernel[1][2]
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.9)
 def test_a_replay_that_takes_too_long_comes_later(tight, kernel, monkeypatch):
     monkeypatch.setattr(replayed, "WAIT_S", 0.01)
     go, real = threading.Event(), replayed._judged
@@ -88,7 +88,7 @@ def test_a_replay_that_takes_too_long_comes_later(tight, kernel, monkeypatch):
     assert len(kernel) == 2
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.9)
 def test_shown_again_it_comes_at_once(tight, kernel):
     replayed.judge(tight)
     first.show(tight)
@@ -136,7 +136,7 @@ def test_the_picture_and_the_table_say_what_the_frame_says(tight):
     assert svg.markup().count("<rect") == 1 + 3 * frame.height
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_the_better_setting_is_named_only_where_it_is_better(fixtures, tight):
     frame = mp.what_if(mp.load(fixtures / "recordings" / "snap_gpt2_varlen_b8.pickle.gz"))
     saved = int(frame.filter("recorded")["peak_reserved_low_bytes"][0] - frame["peak_reserved_high_bytes"].min())
@@ -146,7 +146,7 @@ def test_the_better_setting_is_named_only_where_it_is_better(fixtures, tight):
     assert replayed._best(mp.what_if(tight)) == "", "after refusals less reserved is no gain"
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_the_verb_takes_settings_and_a_limit(tight, capsys):
     shell = InteractiveShell()
     magics.load(shell)
@@ -163,7 +163,7 @@ def test_the_verb_takes_settings_and_a_limit(tight, capsys):
     assert isinstance(result.error_in_exec, NbmemprofError)
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(0.6)
 def test_what_if_keeps_a_virtual_device_s_memory():
     torch = pytest.importorskip("torch")
     with mp.record(as_device="H200:61MiB") as rec:

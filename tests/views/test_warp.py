@@ -48,7 +48,7 @@ def test_lanes_that_share_a_word_are_counted_together():
 
 @given(patterns.patterns())
 @settings(max_examples=60, deadline=None)
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_every_pattern_fits_its_frame_and_a_saved_cell(pattern):
     made = {"global": mp.access.global_load, "shared": mp.access.shared_load}[pattern.space.split()[0]](pattern.places, pattern.width)
     root, _, svg = drawn(made)
