@@ -23,7 +23,7 @@ def shelf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CATALOGUE", {name: dataclasses.replace(h200, name=name, capacity_bytes=size) for name, size in sizes.items()})
 
 
-@pytest.mark.cost(1.5)
+@pytest.mark.cost(0.6)
 def test_the_smallest_card_that_fits_comes_first_and_a_tight_one_is_replayed(shelf: None) -> None:
     """GPT-2 small, batch 8: 15.4 GiB reserved, 14.7 allocated at the peak."""
     made = mp.cards(play("gpt2_fp32"))

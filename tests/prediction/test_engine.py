@@ -66,7 +66,7 @@ def requests(session: Session, since: int) -> list[int]:
     return [made[e].nbytes if e >= 0 else -made[~e].nbytes for e in session.record.events[since:] if made[e if e >= 0 else ~e].nbytes]
 
 
-@pytest.mark.cost(8)
+@pytest.mark.cost(2.9)
 def test_operators_ask_for_what_they_asked_for_on_the_h200():
     sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
     from operator_cases import attention, norms, reductions
@@ -121,7 +121,7 @@ def step() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(0.6)
 def test_every_analysis_and_the_page_work_on_a_prediction(tmp_path):
     made = captured(fake_run(step, device_row=H200))
     assert made.meta["origin"] == "predicted"
@@ -140,7 +140,7 @@ def test_every_analysis_and_the_page_work_on_a_prediction(tmp_path):
     assert steps.height == 2
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_value_that_nobody_knows_is_counted_as_an_assumption_and_widens_the_range():
     def routed() -> None:
         x = torch.randn(64, 32, device="cuda")
@@ -156,7 +156,7 @@ def test_a_value_that_nobody_knows_is_counted_as_an_assumption_and_widens_the_ra
     assert row["peak_allocated_high_bytes"] > 1.02 * row["peak_allocated_bytes"]
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_known_masks_select_what_they_select():
     def masked() -> None:
         lengths = torch.tensor([3, 5], device="cuda")
@@ -168,7 +168,7 @@ def test_known_masks_select_what_they_select():
     assert not fake_run(masked, device_row=H200).assumptions
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_benchmark_mode_is_answered_with_a_range():
     def run() -> None:
         torch.backends.cudnn.benchmark = True
@@ -185,7 +185,7 @@ def untouched() -> tuple[Any, ...]:
     return torch.cuda.is_available, torch.nn.Module._apply, torch.Generator, torch.Tensor.pin_memory, tuple(sys.meta_path), torch.accelerator.current_accelerator()
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_users_error_is_the_users_and_everything_is_put_back():
     before = untouched()
 
@@ -200,7 +200,7 @@ def test_a_users_error_is_the_users_and_everything_is_put_back():
     assert untouched() == before
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 @pytest.mark.parametrize(("name", "value", "words"), [("_REGISTRY", "_ZN3c104impl5nowhereE", "not exported"), ("_ENSURE", "_ZN3c104impl5nowhereEv", "not exported"), ("_HOOKS", "_nowhere", "not exported"), ("_BUILT", 9, "another order")])
 def test_a_torch_with_other_internals_is_refused_with_a_word(monkeypatch, name, value, words):
     before = untouched()

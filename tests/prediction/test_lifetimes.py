@@ -146,7 +146,7 @@ def test_the_peak_is_the_real_cpu_allocators_to_the_byte(run):
     assert abs(peak(record) - real) <= SLACK.get(run.__name__, 0)
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_the_peak_is_that_of_torchs_own_tracker():
     def run() -> None:
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))

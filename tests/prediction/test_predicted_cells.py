@@ -57,7 +57,7 @@ def frozen(shell):
     return {name: id(value) for name, value in shell.user_ns.items() if not name.startswith("_") and name not in ("In", "Out")}
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_early_cells_are_decided_again_and_nothing_here_changes(notebook, shell):
     before = frozen(shell)
     result, text = notebook("%%memprof --predict H200\n" + STEP)
@@ -171,7 +171,7 @@ def test_other_magics_and_awaiting_work_in_the_child(run):
     assert "'awaited'" in text
 
 
-@pytest.mark.cost(5)
+@pytest.mark.cost(3.4)
 def test_names_are_carried_where_a_fork_would_hang(run, shell):
     """Polars' threads don't live on in a fork: a fresh process gets the names, a model of any size as its shapes."""
     run("import polars as pl\nimport torch\nfrom torch import nn\nwide = nn.Linear(2048, 2048)\nview = wide.weight[:4]\ndef area(m):\n    return m.weight.numel()\nlock = __import__('threading').Lock()")
@@ -183,7 +183,7 @@ def test_names_are_carried_where_a_fork_would_hang(run, shell):
     assert any("lock" in one["what"] for one in shell.user_ns["_memprof"].meta["assumptions"])
 
 
-@pytest.mark.cost(5)
+@pytest.mark.cost(4.3)
 def test_a_session_keeps_what_its_cells_make(notebook, shell):
     before = frozen(shell)
     _, text = notebook("%memprof predict on H200")

@@ -25,7 +25,7 @@ def longest(a: list[int], b: list[int]) -> int:
     return table[-1][-1]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 @settings(max_examples=150, deadline=None)
 @given(TOKENS, TOKENS)
 def test_as_many_as_possible_are_matched_in_order(a, b):

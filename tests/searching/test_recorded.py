@@ -53,7 +53,7 @@ def test_the_rules_serve_every_recorded_try_as_the_device_did(name):
             assert abs(served.peak_reserved_bytes - row["peak_reserved_bytes"]) <= 20 << 20
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(1.2)
 @pytest.mark.parametrize("name", KEPT)
 def test_the_plan_on_the_recorded_tries_is_the_recorded_one(name):
     tries = {row["batch"]: (row, stream, room) for row, stream, room in searches.tries(name)}

@@ -25,7 +25,7 @@ def trainings(draw) -> tuple[Training, int]:
     return step, sum(step.weights) * 5 + draw(st.integers(64, 900)) * MIB
 
 
-@pytest.mark.cost(4)
+@pytest.mark.cost(2)
 @settings(max_examples=12, deadline=None)
 @given(trainings(), st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:4"]))
 def test_the_answer_runs_and_the_next_does_not_whatever_the_step(training, conf):

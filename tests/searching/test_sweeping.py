@@ -54,7 +54,7 @@ def test_an_axis_that_nothing_takes_is_refused():
         mp.sweep(GPT2)
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(1.3)
 def test_a_function_is_predicted_and_its_requests_are_served_again_under_other_settings():
     pytest.importorskip("torch")
     rows = mp.sweep(two_steps, batch=[1024, 8192], conf=["", "expandable_segments:True"], fsdp=[1, 4])
@@ -67,7 +67,7 @@ def test_a_function_is_predicted_and_its_requests_are_served_again_under_other_s
     assert "ZeRO-3 over 4" in rows.filter(fsdp=4)["how"][0]
 
 
-@pytest.mark.cost(3)
+@pytest.mark.cost(2.2)
 def test_the_largest_batch_without_a_gpu_is_predicted_and_confirmed_by_fake_runs():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -90,7 +90,7 @@ def test_the_largest_batch_without_a_gpu_is_predicted_and_confirmed_by_fake_runs
     assert len(result.made) <= 8
 
 
-@pytest.mark.cost(2)
+@pytest.mark.cost(0.6)
 def test_a_step_without_cuda_tensors_asks_nothing_of_the_device():
     pytest.importorskip("torch")
     from nbmemprof.prediction.catalogue import find

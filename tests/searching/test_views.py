@@ -58,7 +58,7 @@ def test_without_a_measured_peak_there_is_no_picture():
     assert "<img" not in blind._repr_mimebundle_()["text/html"]
 
 
-@pytest.mark.cost(1)
+@pytest.mark.cost(0.6)
 def test_the_chart_takes_the_tries(result):
     pytest.importorskip("altair")
     from nbmemprof.views.charts.max_batch import max_batch
