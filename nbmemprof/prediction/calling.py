@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import calibrating, carrying, engine
+from nbmemprof.prediction import calibrating, carrying, deciding, engine, raising, speaking
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.child import Child, Limits, PredictionFailed, forked, fresh
 from nbmemprof.prediction.recorder import Record
@@ -28,8 +29,9 @@ def record_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """
     torch = _optional.loaded("torch")
     found: dict[str, Any] = {}
+    earlier = deciding.reading((fn, *args, *kwargs.values()))
     if hasattr(os, "fork") and not (torch is not None and torch.cuda.is_initialized()):
-        _listen(forked(lambda line: _run(line, lambda: (fn, args, kwargs), gpu, rules, choices), limits), limits, found)
+        _listen(forked(lambda line: _run(line, lambda: (fn, args, kwargs), gpu, rules, choices, earlier), limits), limits, found)
     if not found or _refuses_fork(found):
         found.clear()
         packed = carrying.pack({"call": (fn, args, kwargs)}, "CUDA is in use in this process")
@@ -52,27 +54,36 @@ def serve(line: Connection) -> None:
 
 def _listen(child: Child, limits: Limits, found: dict[str, Any]) -> None:
     try:
-        child.listen(lambda message: found.update({message[0]: message[1:]}), limits)
+        child.listen(lambda message: _heard(message, found), limits)
     finally:
         child.close()
 
 
-def _run(line: Connection, what: Callable[[], Any], gpu: GPU, rules: str, choices: dict[Any, str]) -> None:
+def _heard(message: tuple[Any, ...], found: dict[str, Any]) -> None:
+    """What is printed appears here; the rest is kept."""
+    if message[0] == "stream":
+        (sys.stderr if message[1] == "stderr" else sys.stdout).write(message[2])
+    else:
+        found[message[0]] = message[1:]
+
+
+def _run(line: Connection, what: Callable[[], Any], gpu: GPU, rules: str, choices: dict[Any, str], earlier: Any = ()) -> None:
+    sys.stdout, sys.stderr = speaking.Stream(line, "stdout"), speaking.Stream(line, "stderr")
     calibrating.chosen.update(choices)
     torch = _optional.require("torch", feature="a prediction")
     torch.set_num_threads(1)
     try:
         with engine.Session(gpu, torch_rules=rules) as session:
             fn, args, kwargs = what()
+            deciding.again(torch, session, list(earlier))
             result = fn(*args, **kwargs)
             del result, args, kwargs
         answer: tuple[Any, ...] = ("record", session.record)
     except BaseException as error:  # every error is the caller's
-        text = "".join(traceback.format_exception(error))
-        try:
-            answer = ("error", pickle.dumps(error.with_traceback(None)), text)
-        except Exception:  # one that can't be carried is told in words
-            answer = ("error", pickle.dumps(PredictionFailed(f"{type(error).__name__}: {error}")), text)
+        text = "".join(traceback.format_exception(speaking.pruned(type(error), error, error.__traceback__)[1]))
+        answer = ("error", raising.packed(error), text, f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
     line.send_bytes(pickle.dumps(answer))
     line.send_bytes(pickle.dumps(("done", True)))
 
@@ -83,11 +94,7 @@ def _refuses_fork(found: dict[str, Any]) -> bool:
     return "error" in found and "CantFake" in found["error"][1] and torch is not None and torch.version.cuda is not None
 
 
-def _error(data: bytes, text: str) -> BaseException:
-    error: BaseException
-    try:
-        error = pickle.loads(data)  # noqa: S301 - written by our own child
-    except Exception:  # its class is not here, or asks for more than its text
-        error = PredictionFailed(text.rstrip().splitlines()[-1])
+def _error(data: bytes | None, text: str, words: str) -> BaseException:
+    error = raising.unpacked(data) or PredictionFailed(words)
     error.add_note(f"In the predicted code:\n{text}")
     return error

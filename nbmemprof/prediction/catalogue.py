@@ -137,6 +137,8 @@ def find(name: str | GPU) -> GPU:
     """
     if isinstance(name, GPU):
         return name
+    if not isinstance(name, str):
+        raise NbmemprofError(f"device={name!r} is no name of a GPU. Give one as text, like 'H200'. Known are: {', '.join(CATALOGUE)}.")
     wanted = _plain(_ALIASES.get(_plain(name), name))
     for gpu in CATALOGUE.values():
         if wanted in (_plain(gpu.name), _plain(gpu.title)):

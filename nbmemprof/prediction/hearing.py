@@ -6,11 +6,11 @@ Nothing is bound: a cell's last value is shown with its number, ``_`` and ``Out`
 from __future__ import annotations
 
 import getpass
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from nbmemprof.prediction import raising
 from nbmemprof.prediction.child import Child
 
 __all__ = ["Hearing", "PredictedError"]
@@ -91,13 +91,9 @@ class Hearing:
 
 def _original(carried: bytes | None) -> BaseException | None:
     """The error itself, where its class is here and the shell shows it by the traceback that it brings."""
-    if carried is None:
-        return None
-    try:
-        error = pickle.loads(carried)  # noqa: S301 - written by our own child
-        error._render_traceback_ = None
-    except Exception:
+    error = raising.unpacked(carried)
+    if error is None or not hasattr(error, "__dict__"):
         return None
     from IPython.core.error import UsageError
 
-    return error if isinstance(error, BaseException) and not isinstance(error, (SyntaxError, UsageError)) else None
+    return error if not isinstance(error, (SyntaxError, UsageError)) else None

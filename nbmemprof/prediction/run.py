@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction.catalogue import GPU, find
 from nbmemprof.prediction.child import Limits, PredictionFailed
 from nbmemprof.units import parse_bytes
 
-__all__ = ["PredictionFailed", "predict"]
+__all__ = ["NothingOnTheDevice", "PredictionFailed", "predict", "quiet"]
+
+
+class NothingOnTheDevice(PredictionFailed):
+    """The code asked nothing of a CUDA device."""
 
 
 def predict(
@@ -57,21 +64,52 @@ def predict(
 
     Raises
     ------
+    NothingOnTheDevice
+        The code asked for no memory of a CUDA device.
     PredictionFailed
-        The child ended without an answer. An error of ``fn`` itself is raised as it is.
+        The child ended without an answer.
+    NbmemprofError
+        For arguments that make no sense, before anything runs. An error of ``fn`` itself is raised as it is.
     """
+    from nbmemprof.allocator import conf as settings
     from nbmemprof.prediction import calibrating, calling, feed
 
+    if not callable(fn):
+        raise NbmemprofError(f"predict needs a function to run, not {fn!r}. Write def step(): ... and pass step itself, without quotes or brackets.")
     gpu = find(device)
-    rules, limits = torch or gpu.torch, Limits(seconds, None if host_bytes is None else parse_bytes(host_bytes))
-    record = calling.record_of(fn, args, kwargs, gpu, rules, limits, {})
+    rules = torch or gpu.torch
+    limit, capacity, host = (None if size is None else parse_bytes(size) for size in (limit_bytes, capacity_bytes, host_bytes))
+    settings.parse(conf, rules)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise NbmemprofError(f"seconds={seconds!r} is no time to run. Give seconds above 0.")
+    limits = Limits(seconds, host)
+    try:
+        record = calling.record_of(fn, args, kwargs, gpu, rules, limits, {})
+    except BaseException as error:
+        raise error.with_traceback(None)  # noqa: B904 - the same error, without our own frames
+    if not record.made:
+        raise NothingOnTheDevice(_nothing(fn, args, kwargs))
     meta: dict[str, Any] = {}
     if calibrate:
         seen = calibrating.look(record.used, list(calibrating.calls(record)), gpu)
         if calibrating.differs(record, seen):
-            record = calling.record_of(fn, args, kwargs, gpu, rules, limits, seen.kernels)
+            with quiet():  # it was shown before
+                record = calling.record_of(fn, args, kwargs, gpu, rules, limits, seen.kernels)
         meta, gpu = calibrating.told(gpu, seen), calibrating.calibrated(gpu, seen)
-    return feed.capture_of(
-        record, gpu, conf=conf, torch=rules, limit_bytes=None if limit_bytes is None else parse_bytes(limit_bytes),
-        capacity_bytes=None if capacity_bytes is None else parse_bytes(capacity_bytes), meta=meta,
-    )  # fmt: skip
+    return feed.capture_of(record, gpu, conf=conf, torch=rules, limit_bytes=limit, capacity_bytes=capacity, meta=meta)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Show nothing of what a prediction prints."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _nothing(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a prediction is empty, with what says ``cpu``."""
+    from nbmemprof.prediction import deciding
+
+    told = deciding.on_the_cpu((fn, *args, *kwargs.values()), kwargs)
+    why = f": its tensors were on the CPU ({', '.join(told)})" if told else ", so there is nothing to predict"
+    return f"{getattr(fn, '__name__', type(fn).__name__)} asked for no memory of a CUDA device{why}. Write device='cuda' where its model and tensors are made, or choose the device inside the function."

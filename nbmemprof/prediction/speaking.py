@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from nbmemprof.prediction import raising
 from nbmemprof.prediction.child import relax
 
-__all__ = ["Stream", "speak"]
+__all__ = ["Stream", "pruned", "speak"]
 
 CHUNK = 4096
 
@@ -95,7 +96,7 @@ def speak(shell: Any, line: Connection) -> None:
     def told(_kind: Any, value: BaseException, lines: Any) -> None:
         relax()
         _flush()
-        send(line, "error", type(value).__name__, str(value), [str(one) for one in lines], _carried(value))
+        send(line, "error", type(value).__name__, str(value), [str(one) for one in lines], raising.packed(value))
 
     def ask(prompt: Any = "", *, hidden: bool = False) -> str:
         _flush()
@@ -108,7 +109,7 @@ def speak(shell: Any, line: Connection) -> None:
     shell.display_trap.hook = sys.displayhook = shell.displayhook  # a fork is within the trap already
     shell._showtraceback = told
     whole = shell._get_exc_info
-    shell._get_exc_info = lambda exc_tuple=None: _pruned(*whole(exc_tuple))
+    shell._get_exc_info = lambda exc_tuple=None: pruned(*whole(exc_tuple))
     builtins.input = ask
     getpass.getpass = lambda prompt="Password: ", _stream=None: ask(prompt, hidden=True)  # type: ignore[assignment]
 
@@ -118,7 +119,7 @@ _BETWEEN = ("/nbmemprof/prediction/", "/torch/_subclasses/", "/torch/_ops.py", "
             "/torch/_meta_registrations.py", "/torch/utils/_pytree.py", "/torch/utils/_python_dispatch.py", "/torch/_library/", "/torch/fx/experimental/")  # fmt: skip
 
 
-def _pruned(kind: Any, value: BaseException, trace: TracebackType | None) -> tuple[Any, BaseException, TracebackType | None]:
+def pruned(kind: Any, value: BaseException, trace: TracebackType | None) -> tuple[Any, BaseException, TracebackType | None]:
     """An error without the frames of the fake run itself, also in those that led to it."""
     seen: set[int] = set()
     error: BaseException | None = value
@@ -155,11 +156,3 @@ def _plain(value: Any) -> Any:
     except Exception:
         return {str(k): _plain(v) for k, v in value.items()} if isinstance(value, dict) else repr(value)
     return value
-
-
-def _carried(error: BaseException) -> bytes | None:
-    """An error as bytes, without its frames; None where it can't be."""
-    try:
-        return pickle.dumps(error.with_traceback(None))
-    except Exception:
-        return None

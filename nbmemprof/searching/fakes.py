@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction.catalogue import GPU
-from nbmemprof.prediction.run import predict
+from nbmemprof.prediction.run import NothingOnTheDevice, predict, quiet
 from nbmemprof.searching.refusals import memory_error
 from nbmemprof.searching.stream import Stream
 from nbmemprof.searching.trying import STEPS, Room, Try
@@ -18,10 +17,6 @@ from nbmemprof.units import format_bytes
 __all__ = ["FakeBench", "NothingOnTheDevice"]
 
 _ALL = 1 << 50  # the run itself is never refused: its requests are judged afterwards
-
-
-class NothingOnTheDevice(NbmemprofError):
-    """The step asked nothing of a CUDA device."""
 
 
 class FakeBench:
@@ -71,7 +66,8 @@ class FakeBench:
         """
         begin = time.perf_counter()
         try:
-            capture = predict(_steps, self.step, self.setup, batch, device=self.gpu, capacity_bytes=_ALL, conf=self.conf)
+            with quiet():  # what the step prints would be shown for each try
+                capture = predict(_steps, self.step, self.setup, batch, device=self.gpu, capacity_bytes=_ALL, conf=self.conf)
         except Exception as error:
             why = memory_error(error, pressed=False)
             if why is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import polars as pl
 
+from nbmemprof.allocator import conf as settings
 from nbmemprof.allocator.replay import replay
 from nbmemprof.analyses.breakdown import breakdown
 from nbmemprof.analyses.summary import summary
@@ -17,7 +18,7 @@ from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction.catalogue import GPU, find
 from nbmemprof.prediction.closed_forms import QUANTIZED, Setting, model_table, total_bytes
-from nbmemprof.prediction.run import predict
+from nbmemprof.prediction.run import predict, quiet
 from nbmemprof.units import parse_bytes
 
 __all__ = ["PRUNING", "sweep"]
@@ -27,7 +28,7 @@ _BY_FORMULA = ("quantize", "tp", "fsdp")
 _SHARED = {"tp": ("weights", "gradients", "optimizer_state"), "fsdp": ("weights", "gradients", "optimizer_state")}
 
 
-def sweep(fn: Any, *, device: str | GPU = "H200", limit_bytes: int | str | None = None, capacity_bytes: int | str | None = None, **axes: Any) -> pl.DataFrame:
+def sweep(fn: Any, *, device: str | GPU | Sequence[str | GPU] = "H200", limit_bytes: int | str | None = None, capacity_bytes: int | str | None = None, **axes: Any) -> pl.DataFrame:
     """What would each combination of these settings take?
 
     Parameters
@@ -36,7 +37,7 @@ def sweep(fn: Any, *, device: str | GPU = "H200", limit_bytes: int | str | None 
         A function that takes some of the axes by name (``fn(batch=…, seq=…, dtype=…, checkpointing=…, optimizer=…)``) and does two or more full steps, or two
         parts of them: each combination is predicted by a fake run. Or a Hugging Face config: each combination is computed by formula.
     device
-        Whose rules hold, and where it must fit.
+        Whose rules hold, and where it must fit. Several are an axis of their own.
     limit_bytes, capacity_bytes
         Torch's own limit, and the card; None: no limit, the catalogue's card.
     axes
@@ -53,13 +54,23 @@ def sweep(fn: Any, *, device: str | GPU = "H200", limit_bytes: int | str | None 
     NbmemprofError
         For an axis that nothing takes. An error of ``fn`` is raised as it is.
     """
-    gpu = find(device)
+    if isinstance(device, (list, tuple)):
+        if not device:
+            raise NbmemprofError("device=[] has no value. Give at least one GPU, like device=['T4', 'H200'].")
+        several = [(find(one), sweep(fn, device=one, limit_bytes=limit_bytes, capacity_bytes=capacity_bytes, **axes)) for one in [find(one) for one in device]]
+        return pl.concat([frame.select(pl.lit(one.name).alias("device"), pl.all()) for one, frame in several], how="vertical_relaxed")
+    gpu = find(device)  # type: ignore[arg-type]  # a sequence went above
     axes = {name: list(values) if isinstance(values, (list, tuple, range)) else [values] for name, values in axes.items()}
     pruned = axes.pop("pruning", None) or axes.pop("prune", None)
     if not axes:
         raise NbmemprofError(
             "sweep needs something to vary" + (f". {PRUNING}" if pruned else ": sweep(step, batch=[8, 16], conf=['', 'expandable_segments:True']).")
         )
+    for name, values in axes.items():
+        if not values:
+            raise NbmemprofError(f"{name}=[] has no value. Give at least one, or leave {name} out.")
+    for conf in axes.get("conf", []):
+        settings.parse(conf)
     limit, capacity = (None if size is None else parse_bytes(size) for size in (limit_bytes, capacity_bytes))
     rows = list((_predicted if callable(fn) else _computed)(fn, gpu, limit, capacity or gpu.capacity_bytes, axes))
     if pruned is not None:
@@ -108,7 +119,8 @@ def _predicted(fn: Callable[..., Any], gpu: GPU, limit: int | None, capacity: in
     confs = axes.get("conf", [""]) if "conf" not in own else [""]
     for given in _combinations({name: axes[name] for name in axes if name in own}):
         begin = time.perf_counter()
-        capture = predict(fn, device=gpu, capacity_bytes=1 << 50, conf=confs[0], **given)
+        with quiet():  # what it prints would be shown for each combination
+            capture = predict(fn, device=gpu, capacity_bytes=1 << 50, conf=confs[0], **given)
         seconds = time.perf_counter() - begin
         room = capacity - int(capture.meta.get("outside_bytes") or 0)
         room = min(room, limit) if limit is not None else room

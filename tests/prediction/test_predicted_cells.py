@@ -141,7 +141,7 @@ def test_an_interrupt_stops_the_child_where_it_is(run):
     begun = time.monotonic()
     result, text = run("%%memprof --predict H200 -q\nimport os, signal, time\nos.kill(os.getppid(), signal.SIGINT)  # this kernel's\ntime.sleep(60)")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
-    assert "----> 4 time.sleep(60)" in text
+    assert "----> 4 time.sleep(60)" in text or "----> 3 os.kill(" in text  # where the signal found it
     assert time.monotonic() - begun < 60
 
 
