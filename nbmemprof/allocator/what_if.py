@@ -57,7 +57,7 @@ def what_if(
     (of the first order) ``refused_bytes``; ``asked_again``: requests that were refused when it was recorded, which are asked again at their
     place; ``served_again_low served_again``: how many of them are served now, least and most: each is given back at once, as what the program would
     have done with it is in no file, so peaks hold for the program as it went on then, the request included; ``recorded`` (the setting
-    that it was recorded with) ``runs origin``: ``measured`` where the row is the
+    that it was recorded with) ``runs origin``: ``measured`` (of a prediction ``predicted``) where the row is the
     recording itself, followed exactly, else ``replayed``.
 
     Raises
@@ -68,6 +68,7 @@ def what_if(
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
     followed = replayable(capture, None, None, torch)
     rows: list[dict[str, Any]] = []
+    origin = "predicted" if capture.meta.get("origin") == "predicted" else "measured"
     workers = max(1, min(8, os.cpu_count() or 1))
     with ThreadPoolExecutor(workers) as pool:
         for one in followed:
@@ -77,15 +78,15 @@ def what_if(
                 texts.insert(0, one.settings.text)
             settings = [parse(text, one.torch) for text in texts]
             runs = len(settings) * len(_POLICIES)
-            rows += pool.map(lambda s, one=one, requests=requests, runs=runs: _row(one, requests, s, limit, capacity, runs), settings)
+            rows += pool.map(lambda s, one=one, requests=requests, runs=runs: _row(one, requests, s, limit, capacity, runs, origin), settings)
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
-def _row(one: Followed, requests: Requests, settings: Settings, limit: int | None, capacity: int | None, runs: int) -> dict[str, Any]:
+def _row(one: Followed, requests: Requests, settings: Settings, limit: int | None, capacity: int | None, runs: int, origin: str) -> dict[str, Any]:
     bound = _limit(one, limit, settings.per_process_memory_fraction, capacity)
     recorded = _alike(settings, one.settings) and (bound is None or bound == one.limit_bytes) and capacity is None
     if recorded and one.exact and one.recording.starts_empty:
-        return _summed(one, settings, [one.model.m], True, "measured")
+        return _summed(one, settings, [one.model.m], True, origin)
     made = []
     for policy in _POLICIES:
         served = serve(requests, settings, torch=one.torch, limit_bytes=bound, capacity_bytes=one.capacity_bytes if capacity is None else capacity, policy=policy, runs=runs)

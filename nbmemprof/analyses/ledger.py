@@ -123,6 +123,8 @@ def _moment(capture: Capture, device: int | None, at: str) -> _Moment:
 
 def _reported(capture: Capture, curve: heap.Curve, moment: _Moment, at: str) -> tuple[int | None, str]:
     """What the driver reports, and of what: ``device``, or of this ``process`` alone; ``""`` where it was not asked."""
+    if capture.meta["origin"] == "predicted":  # there is no driver
+        return None, ""
     used = moment.of("driver", "used_bytes")
     if used is not None:
         return int(used), "device"
@@ -219,6 +221,8 @@ def _others(moment: _Moment, basis: str) -> list[_Line]:
 
 
 def _unexplained(capture: Capture, lines: list[_Line], reported: int | None) -> _Line:
+    if capture.meta["origin"] == "predicted":
+        return _Line("unexplained", None, None, None, "none", "predicted", "a prediction has no driver to report anything")
     if reported is None:
         why = "the file does not hold what the driver reports; record live" if capture.meta.get("recording") is None else "the driver was not asked or did not answer"
         return _Line("unexplained", None, None, None, "none", capture.meta["origin"], why)

@@ -88,10 +88,15 @@ class Where:
             name = self._name(module)
         if not self._stack and self._node() is None:
             for value in args:
-                if isinstance(value, self.torch.Tensor):
+                if isinstance(value, self.torch.Tensor) and self._comes_from_outside(value):
                     self._own(value, "inputs", None)
         self._stack.append(name)
         self._changed(name)
+
+    def _comes_from_outside(self, value: Any) -> bool:
+        """Whether no module made it and no graph leads to it: blocks that are called one after the other hand on activations."""
+        index = self.index_of(value)
+        return index is not None and value.grad_fn is None and self.record.made[index].phase is None
 
     def _leave(self, _module: Any, _args: Any, _out: Any) -> None:
         if self._stack:

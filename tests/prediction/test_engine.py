@@ -180,6 +180,44 @@ def test_benchmark_mode_is_answered_with_a_range():
     assert row["peak_allocated_high_bytes"] > 3 * row["peak_allocated_bytes"]
 
 
+# ---------------------------------------------------------------------- what a GPU would say
+@pytest.mark.cost(0.5)
+@pytest.mark.parametrize(("made", "shape", "words"), [
+    (lambda: torch.nn.Conv2d(3, 8, 3).cuda(), (1, 3, 8, 8), r"Input type \(torch.FloatTensor\) and weight type \(torch.cuda.FloatTensor\) should be the same"),
+    (lambda: torch.nn.LSTM(3, 3).cuda(), (1, 3, 3), "found input tensor at cpu and parameter tensor at cuda:0"),
+])  # fmt: skip
+def test_an_input_that_was_left_on_the_cpu_is_refused_in_torchs_words(made, shape, words):
+    with pytest.raises(RuntimeError, match=words):
+        fake_run(lambda: made()(torch.randn(*shape)), device_row=H200)
+
+
+@pytest.mark.cost(0.5)
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_one_block_hands_to_the_next_is_no_input(learns):
+    def step() -> None:
+        blocks = [torch.nn.Linear(512, 512, bias=False).cuda() for _ in range(3)]
+        y, kept = torch.randn(4096, 512, device="cuda"), []
+        with torch.set_grad_enabled(learns):
+            for block in blocks:
+                kept.append(y)
+                y = block(y)
+        if learns:
+            y.sum().backward()
+
+    rows = captured(fake_run(step, device_row=H200)).tables["allocations"]
+    assert (rows["category"].cast(str) == "inputs").sum() == 1
+
+
+@pytest.mark.cost(0.5)
+def test_nothing_of_a_prediction_is_called_measured():
+    made = captured(fake_run(lambda: torch.zeros(1 << 20, device="cuda"), device_row=H200))
+    tried, held = mp.what_if(made, ["", "expandable_segments:True"]), mp.ledger(made)
+    assert tried["origin"].to_list() == ["predicted", "replayed"]
+    assert "measured" not in held["origin"].to_list() and held["reported_bytes"].null_count() == held.height
+    last = held.row(-1, named=True)
+    assert (last["line"], last["size_bytes"]) == ("unexplained", None) and "no driver" in last["reason"]
+
+
 # ---------------------------------------------------------------------- nothing stays behind, nothing crashes
 def untouched() -> tuple[Any, ...]:
     return torch.cuda.is_available, torch.nn.Module._apply, torch.Generator, torch.Tensor.pin_memory, tuple(sys.meta_path), torch.accelerator.current_accelerator()

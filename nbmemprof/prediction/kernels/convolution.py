@@ -19,6 +19,7 @@ TRIED_MAX = 100.0  # largest workspace that benchmark mode was seen to try: 4.7 
 def install(torch: Any, rules: Any) -> None:
     """Follow forward and backward."""
     aten = torch.ops.aten
+    rules.before[aten.convolution.default] = _together
     rules.fix[aten.convolution.default] = _put_last
     rules.fix[aten.convolution_backward.default] = _put_last_backward
     rules.after[aten.convolution.default] = _forward
@@ -164,6 +165,15 @@ def _ask(recorder: Any, what: str, args: tuple[Any, Any, Any], stride: Any, padd
         recorder.ranged(guess, low, max(high, tried), op)
         return
     recorder.ranged(guess, low, high, op)
+
+
+def _together(_recorder: Any, _func: Any, args: Any, _kwargs: Any) -> Any:
+    """Refuse what torch refuses, in its words (aten/src/ATen/native/Convolution.cpp): a fake convolution takes tensors of two devices."""
+    x, w, bias = args[:3]
+    for name, other in (("weight", w), ("bias", bias)):
+        if other is not None and other.device != x.device:
+            raise RuntimeError(f"Input type ({x.type()}) and {name} type ({other.type()}) should be the same")
+    return NotImplemented
 
 
 def _forward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:

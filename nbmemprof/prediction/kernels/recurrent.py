@@ -59,6 +59,10 @@ def composites(torch: Any) -> dict[str, Any]:
             else:
                 data, hidden, params, _biases, layers, dropout, train, both, batch_first = given
                 batch_sizes = []
+            for name, tensors in (("hidden", hidden if isinstance(hidden, (list, tuple)) else [hidden]), ("parameter", params)):
+                apart = next((t for t in tensors if t.device != data.device), None)
+                if apart is not None:  # in torch's words (aten/src/ATen/native/RNN.cpp)
+                    raise RuntimeError(f"Input and {name} tensors are not at the same device, found input tensor at {data.device} and {name} tensor at {apart.device}")
             first, second = (hidden[0], hidden[1]) if isinstance(hidden, (list, tuple)) else (hidden, None)
             size = second.shape[2] if second is not None else first.shape[2]
             projected = first.shape[2] if second is not None and first.shape[2] != size else 0
