@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from nbmemprof.errors import FlagError
+from nbmemprof.errors import FlagError, NbmemprofError
 
 __all__ = [
     "BASE",
@@ -163,6 +163,8 @@ def parse(line: str | Sequence[str], flags: Sequence[Flag], *, prog: str = "%%me
         name = word.partition("=")[0]
         if name.startswith("--") and name != "--" and name not in known:
             _refuse(name, known, flags, prog)
+    for flag in flags:
+        _needs(flag, words, prog)
     args, stray = parser.parse_known_args(words)
     if stray:
         _refuse(stray[0], known, flags, prog)
@@ -170,6 +172,23 @@ def parse(line: str | Sequence[str], flags: Sequence[Flag], *, prog: str = "%%me
         if getattr(args, flag.dest) is None:
             setattr(args, flag.dest, flag.default)
     return args
+
+
+def _needs(flag: Flag, words: list[str], prog: str) -> None:
+    """Say what a flag takes that stands there without its value."""
+    if flag.positional or flag.action != "store":
+        return
+    for word, after in zip(words, [*words[1:], "--"], strict=False):
+        if word in flag.all_names and after.startswith("--"):
+            takes = f"One of: {', '.join(flag.words())}." if flag.words() else ""
+            try:
+                if flag.type and not takes:
+                    flag.type("")
+            except (FlagError, NbmemprofError) as error:  # its own words on what it takes
+                takes = str(error)
+            except (TypeError, ValueError):
+                pass
+            raise FlagError(f"{prog}: {word} needs a value: {flag.usage()}. {takes}".rstrip())
 
 
 def _refuse(word: str, known: list[str], flags: Sequence[Flag], prog: str) -> NoReturn:

@@ -40,6 +40,8 @@ def lanes_of(addresses: Addresses, width: int, *, base: int = 0, element_bytes: 
     """
     if width not in WIDTHS:
         raise NbmemprofError(f"No instruction moves {width!r} bytes a lane. Use a width of 1, 2, 4, 8 or 16; wider elements are several accesses.")
+    if not callable(addresses) and not isinstance(addresses, Iterable):
+        raise NbmemprofError(f"{addresses!r} is neither addresses nor an index expression. Give up to 32 byte addresses, like [0, 4, 8], or a function of the lane, like lambda t: t * 32.")
     if callable(addresses):
         scale = width if element_bytes is None else element_bytes
         found = [None if (index := addresses(lane)) is None else whole(index, lane) * scale for lane in range(LANES)]

@@ -53,6 +53,9 @@ def kv_cache(
     NbmemprofError
         For numbers that can't be.
     """
+    for name, number in (("sequences", sequences), ("block_tokens", block_tokens), *(("tokens", one) for one in (tokens if isinstance(tokens, (list, tuple)) else [tokens]))):
+        if number is not None and not hasattr(number, "__index__") and not hasattr(number, "__array__"):
+            raise NbmemprofError(f"{name}={number!r} is no whole number. Give one of 1 or more, or leave it out.")
     lengths = [tokens] * (sequences or 1) if isinstance(tokens, int) else list(tokens) if tokens is not None else None
     if (sequences is not None and sequences < 1) or (block_tokens is not None and block_tokens < 1) or (lengths is not None and (not lengths or min(lengths) < 1)):
         raise NbmemprofError(f"sequences={sequences}, tokens={tokens}, block_tokens={block_tokens}: each is 1 or more. Leave out what you don't know.")

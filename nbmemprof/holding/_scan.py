@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbmemprof import _optional
+from nbmemprof.errors import NotRecording
 from nbmemprof.holding import _objects, _roots
 from nbmemprof.holding._names import Link, Namer, describe_function, short
 from nbmemprof.holding._objects import Ints, Objects
@@ -79,6 +80,9 @@ def look(namespace: Mapping[str, Any] | None = None, shell: Any = None) -> Scan:
     torch = _optional.loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return Scan([], [], [], ["torch is not imported in this process: there are no tensors"])
+    serving = _optional.loaded("nbmemprof.prediction.serving")
+    if serving is not None and serving.current is not None:
+        raise NotRecording("Tensors of a fake session hold no memory, so nobody holds any. See what the cells would take with %%memprof, or %memprof predict off and look again.")
     if shell is None:
         shell = shell_here()
     if namespace is None:

@@ -87,6 +87,8 @@ def memory(torch: Any, session: Any, changes: Changes) -> None:
             if hasattr(module, name):
                 changes.put(module, name, function)
     changes.put(torch.cuda, "memory_summary", torch.cuda.memory.memory_summary)  # torch's own text, from our counters
+    for module in (torch.cuda, torch.cuda.memory):
+        changes.put(module, "get_allocator_backend", lambda: "native")
     changes.put(torch.cuda.memory, "_get_device_index", lambda *_args, **_kwargs: 0)
     changes.put(torch.cuda.memory, "_record_memory_history", lambda *_args, **_kwargs: None)
     changes.put(torch.cuda.memory, "_snapshot", answers.snapshot)

@@ -143,6 +143,8 @@ def find(name: str | GPU) -> GPU:
     for gpu in CATALOGUE.values():
         if wanted in (_plain(gpu.name), _plain(gpu.title)):
             return gpu
+    if not wanted:
+        raise NbmemprofError(f"Which GPU? Known are: {', '.join(CATALOGUE)}.")
     raise NbmemprofError(f"There is no GPU {name!r} in the catalogue. Known are: {', '.join(CATALOGUE)}.")
 
 

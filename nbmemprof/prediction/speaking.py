@@ -17,6 +17,7 @@ from typing import Any
 
 from nbmemprof.prediction import raising
 from nbmemprof.prediction.child import relax
+from nbmemprof.prediction.habit_operators import unknown_operator
 
 __all__ = ["Stream", "pruned", "speak"]
 
@@ -121,6 +122,9 @@ _BETWEEN = ("/nbmemprof/prediction/", "/torch/_subclasses/", "/torch/_ops.py", "
 
 def pruned(kind: Any, value: BaseException, trace: TracebackType | None) -> tuple[Any, BaseException, TracebackType | None]:
     """An error without the frames of the fake run itself, also in those that led to it."""
+    said = unknown_operator(value)
+    if said is not None and said not in getattr(value, "__notes__", ()):
+        value.add_note(said)
     seen: set[int] = set()
     error: BaseException | None = value
     while error is not None and id(error) not in seen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,11 +100,25 @@ def _check(step: Any, setup: Any, low: Any, high: Any) -> None:
         raise NbmemprofError(
             f"max_batch needs a function that runs one full step, not {step if not callable(step) else setup!r}. Write def step(batch): ... and pass step."
         )
+    with contextlib.suppress(ValueError, TypeError):  # one whose parameters nobody knows: its call will tell
+        _takes(step, inspect.signature(step), setup)
     for name, value in (("low", low), ("high", high)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise NbmemprofError(f"{name}={value!r} is not a batch size. Give a whole number of 1 or more.")
     if high is not None and high < low:
         raise NbmemprofError(f"high={high} is below low={low}. Swap them.")
+
+
+def _takes(step: Any, signature: inspect.Signature, setup: Any) -> None:
+    """Refuse a step that can't be called with what it will be given."""
+    given = ["batch"] if setup is None else ["state", "batch"]
+    try:
+        signature.bind(*given)
+    except TypeError:
+        name = getattr(step, "__name__", "step")
+        wants_state = setup is None and len([p for p in signature.parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]) == 2
+        todo = "Give setup= (%memprof max-batch: --setup NAME), a function that makes its state" if wants_state else f"Write def {name}({', '.join(given)}): ..."
+        raise NbmemprofError(f"{name}{signature} can't be called as {name}({', '.join(given)}), which is what max_batch does{'' if setup is None else ' with setup'}. {todo}.") from None
 
 
 def _is_cuda(torch: Any, device: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from nbmemprof.errors import NbmemprofError
 from nbmemprof.searching.scaling import grown
 from nbmemprof.searching.trying import Room, Try
 from nbmemprof.units import format_bytes
@@ -113,7 +114,20 @@ class MaxBatch:
         return round(self._line[2]) if self._line else None
 
     def peak_bytes(self, batch: int) -> int | None:
-        """Peak of allocated bytes at a batch size: as measured where it was tried, else between or beyond the nearest tries; None where too few were measured."""
+        """Peak of allocated bytes at a batch size: as measured where it was tried, else between the nearest tries; None where too few were measured.
+
+        Raises
+        ------
+        NbmemprofError
+            For what is no batch size, and outside of the batches that were tried: other requests may make the peak there.
+        """
+        if isinstance(batch, bool) or not isinstance(batch, (int, np.integer)) or batch < 1:
+            raise NbmemprofError(f"{batch!r} is not a batch size. Give a whole number of 1 or more.")
+        low, high = min((t.batch for t in self.made), default=batch), max((t.batch for t in self.made), default=batch)
+        if not low <= batch <= high:
+            raise NbmemprofError(
+                f"peak_bytes({batch}) is outside of the batches that were tried, {low} to {high}, and the peak may lie elsewhere in the step there. Predict it: mp.predict(step, {batch})."
+            )
         if len(self._points) < 2:
             return dict(self._points).get(batch)
         near = sorted(self._points, key=lambda p: abs(p[0] - batch))

@@ -14,7 +14,7 @@ from nbmemprof.flags import Flag
 from nbmemprof.prediction.catalogue import find
 from nbmemprof.units import parse_bytes
 
-__all__ = ["FLAGS", "PredictionSource", "source", "unavailable"]
+__all__ = ["FLAGS", "PredictionSource", "seconds", "source", "unavailable"]
 
 
 def _device(text: str) -> str:
@@ -35,7 +35,8 @@ def _size(text: str) -> int:
         raise FlagError(str(error)) from error
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """A time limit, as it is written."""
     value = float(text)
     if not value > 0:
         raise FlagError(f"{text!r} is no time to run. Give seconds above 0.")
@@ -47,7 +48,7 @@ FLAGS = [
     Flag("--limit", "torch's own memory limit in a prediction, as 8GiB", type=_size, metavar="SIZE"),
     Flag("--conf", "PYTORCH_CUDA_ALLOC_CONF in a prediction", metavar="CONF"),
     Flag("--calibrate", "where this very GPU is here: look at it, and correct what lies outside the allocator and which attention kernels are taken", action="store_true", default=False),
-    Flag("--predict-seconds", "longest time of a prediction (default: 600)", type=_seconds, metavar="S"),
+    Flag("--predict-seconds", "longest time of a prediction (default: 600)", type=seconds, metavar="S"),
     Flag("--predict-host", "most memory that a prediction may take here (default: 8 GiB, at most half of what is free)", type=_size, metavar="SIZE"),
 ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from nbmemprof.errors import FlagError, NotRecording
 from nbmemprof.flags import Flag
+from nbmemprof.sources.prediction import seconds
 from nbmemprof.units import parse_bytes
 
 NAME = "predict"
@@ -16,7 +17,7 @@ FLAGS = [
     Flag("DEVICE", "the GPU, as H200 or H200:80GiB", metavar="DEVICE[:SIZE]"),
     Flag("--limit", "torch's own memory limit, as 8GiB", type=parse_bytes, metavar="SIZE"),
     Flag("--conf", "PYTORCH_CUDA_ALLOC_CONF", metavar="CONF"),
-    Flag("--seconds", "longest time of one cell", type=float, metavar="S"),
+    Flag("--seconds", "longest time of one cell (default: 600)", type=seconds, metavar="S"),
     Flag("--host", "most memory that the session may take here (default: 8 GiB, at most half of what is free)", type=parse_bytes, metavar="SIZE"),
 ]
 

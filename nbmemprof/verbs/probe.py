@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from nbmemprof.errors import FlagError
 from nbmemprof.flags import Flag
 
 NAME = "probe"
@@ -18,7 +19,7 @@ def _names() -> tuple[str, ...]:
 
 
 FLAGS = [
-    Flag("NAME", "which probe", choices=_names, optional=False),
+    Flag("NAME", "which probe", choices=_names),
     Flag("--recorded", "show the shipped recording also where there is a GPU", action="store_true", default=False),
 ]
 
@@ -26,6 +27,9 @@ FLAGS = [
 def run(args: Namespace, shell: Any) -> Any:
     """Measure and return the frame, which draws itself; it is the cell's value."""
     from nbmemprof.gpu import probes
+
+    if args.name is None:
+        raise FlagError(f"%memprof probe: which one? There are: {', '.join(probes.NAMES)}. Say %memprof probe {probes.NAMES[0]}.")
     from nbmemprof.searching.progress import Line
 
     with Line() as line:

@@ -128,6 +128,7 @@ def test_an_index_expression_counts_elements_and_a_list_counts_bytes():
         (lambda: mp.access.global_load([0], 3), "No instruction moves 3 bytes a lane"),
         (lambda: mp.access.global_load(range(0, 132, 4)), "A warp has 32 lanes, 33 addresses were given"),
         (lambda: mp.access.global_load([2], 4), "Lane 0: address 2 is not a multiple of its width, 4 bytes"),
+        (lambda: mp.access.global_load(5), "5 is neither addresses nor an index expression"),
         (lambda: mp.access.shared_load([0, -4]), "Lane 1: address -4 is negative"),
         (lambda: mp.access.shared_load(lambda t: t / 2), "Lane 0: 0.0 is no whole number, so it is no address. Use //"),
     ],

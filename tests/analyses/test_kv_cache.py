@@ -88,4 +88,6 @@ def test_without_a_cache_there_is_no_row_and_strange_numbers_are_refused() -> No
     assert mp.kv_cache(rec.capture).is_empty()
     with pytest.raises(mp.NbmemprofError, match="1 or more"):
         mp.kv_cache(rec.capture, tokens=0)
+    with pytest.raises(mp.NbmemprofError, match="tokens='many' is no whole number"):
+        mp.kv_cache(rec.capture, tokens="many")
     del held

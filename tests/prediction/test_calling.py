@@ -124,3 +124,10 @@ def test_an_error_of_a_class_that_is_nowhere_is_not_carried():
 
     assert raising.packed(Hidden("x")) is None
     assert raising.unpacked(pickle.dumps(ValueError("x"))).args == ("x",)
+
+
+@pytest.mark.cost(0.5)
+def test_an_operator_without_a_kernel_for_fakes_is_named():
+    with pytest.raises(NotImplementedError) as caught:
+        mp.predict(lambda: torch.zeros(3, device="cuda").to_mkldnn())
+    assert any("aten::to_mkldnn has no kernel for fake tensors here" in note for note in caught.value.__notes__)

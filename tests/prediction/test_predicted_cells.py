@@ -203,8 +203,36 @@ def test_a_session_keeps_what_its_cells_make(notebook, shell):
         assert "----> 1 made[9]" in text
         _, text = notebook("import nbmemprof as mp\nwith mp.record('torch_cpu') as rec:\n    kept = torch.zeros(1 << 20)\nprint(mp.summary(rec.capture)['peak_allocated_bytes'].item() >= 4 << 20, torch.cuda.max_memory_allocated() > 1 << 20)")
         assert "True True" in text
+        _, text = notebook("%memprof who")
+        assert "nobody holds any" in text
+        assert "_cuda_getAllocatorBackend" not in text
+        result, text = notebook("%memprof stats")
+        assert result.success
+        assert "derived.live_blocks" in text
     finally:
         _, text = notebook("%memprof predict off")
     assert "prediction is off" in text
     assert magics.of(shell).router.session is None
     assert {name: value for name, value in frozen(shell).items() if name != "named"} == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%%memprof --predict\nx = 1", "--predict needs a value: --predict DEVICE[:SIZE]. Which GPU? Known are: H200"),
+        ("%%memprof --predict H200 --limit\nx = 1", "--limit needs a value: --limit SIZE. '' is not a size"),
+        ("%memprof predict on H200 --seconds -1", "'-1' is no time to run"),
+        ("%memprof probe", "which one? There are: bandwidth"),
+    ],
+)
+def test_a_value_that_is_missing_or_wrong_is_asked_for_with_what_there_is(run, line, said):
+    result, text = run(line)
+    assert said in text + str(result.error_in_exec or result.error_before_exec or "")
+
+
+def test_a_step_that_needs_a_setup_is_told_so(run):
+    run("def needs_state(state, batch):\n    pass")
+    _, text = run("%memprof max-batch needs_state")
+    assert "can't be called as needs_state(batch)" in text
+    assert "--setup NAME" in text
+    assert "Traceback" not in text

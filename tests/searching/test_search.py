@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from simulated import Simulated, Training
 
+from nbmemprof.errors import NbmemprofError
 from nbmemprof.searching.batch import searched
 from nbmemprof.searching.search import Search
 
@@ -113,6 +114,21 @@ def test_a_callable_that_tells_nothing_is_doubled_and_halved():
     assert result.batch == searched(plain(), 1, None).batch
     assert result.per_sample_bytes is None
     assert result.peak_bytes(3) is None
+
+
+@pytest.mark.parametrize("batch", [0, -5, 2.5, True, "8"])
+def test_the_peak_at_what_is_no_batch_is_refused(batch):
+    with pytest.raises(NbmemprofError, match="is not a batch size"):
+        searched(plain(), 1, 4).peak_bytes(batch)
+
+
+def test_the_peak_far_from_what_was_tried_is_refused_with_the_range():
+    result = searched(plain(), 2, 8)
+    with pytest.raises(NbmemprofError, match=r"peak_bytes\(1\) is outside of the batches that were tried, 2 to 8"):
+        result.peak_bytes(1)
+    with pytest.raises(NbmemprofError, match=r"mp\.predict\(step, 900\)"):
+        result.peak_bytes(900)
+    assert result.peak_bytes(7) is not None
 
 
 def test_a_step_that_does_not_grow_ends_with_a_word():
