@@ -39,6 +39,10 @@ class Clock:
         return len(self.bounds)
 
 
+# what a model and its optimizer keep, one a parameter
+_STAY = ("weights", "buffers", "gradients", "optimizer_state", "workspace")
+
+
 def keyed(allocations: pl.DataFrame) -> pl.DataFrame:
     """Add ``key``: the stack, or where none was recorded the requested size (negative)."""
     return allocations.with_columns(key=pl.coalesce(pl.col("stack_id").cast(pl.Int64), -1 - pl.col("requested_bytes"), pl.lit(-1)))
@@ -347,7 +351,7 @@ def _is_constant(values: pl.Series) -> bool:
 def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Clock | None, pl.DataFrame]]:
     """For each heap: its identity, its keyed allocations, its iterations (None: none were seen) and what grows in it."""
     needed = [*HEAP, "alloc_seq", "free_seq", "stack_id", "requested_bytes", "size_bytes"]
-    rows = keyed(capture.tables["allocations"].select(needed))
+    rows = keyed(capture.tables["allocations"].select(*needed, pl.col("category").cast(pl.String).is_in(_STAY).fill_null(value=False).alias("_stays")))
     truncated = any(str(w).startswith("history truncated") for w in capture.meta.get("warnings") or ())
     stacks, marks = _Stacks(capture.tables["stacks"], capture.tables["contexts"]), capture.tables["marks"]
     found = []
@@ -362,7 +366,9 @@ def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Cloc
                 pl.col("rank").eq_missing(pl.lit(identity["rank"])) & pl.col("device").eq_missing(pl.lit(identity["device"])) | pl.col("device").is_null()
             )
             clock = clock_of(born, end, its, stacks)
-            if clock is not None:
+            if clock is not None and not stacks.stacks.height and clock.how != "step marks":  # as many of one size as the model has layers are no iterations
+                grown = _grown(part.filter(~pl.col("_stays")), born.filter(~pl.col("_stays")), clock, stacks, truncated)
+            elif clock is not None:
                 grown = _grown(part, born, clock, stacks, truncated)
-        found.append((identity, part, clock, grown))
+        found.append((identity, part.drop("_stays"), clock, grown))
     return found

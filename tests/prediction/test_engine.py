@@ -22,6 +22,7 @@ from nbmemprof.prediction.catalogue import find
 from nbmemprof.prediction.engine import Session, fake_run
 from nbmemprof.prediction.kernels.reduction import buffer_bytes
 from nbmemprof.prediction.recorder import Record
+from nbmemprof.views import findings
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "prediction"
 H200 = find("H200")
@@ -216,6 +217,28 @@ def test_nothing_of_a_prediction_is_called_measured():
     assert "measured" not in held["origin"].to_list() and held["reported_bytes"].null_count() == held.height
     last = held.row(-1, named=True)
     assert (last["line"], last["size_bytes"]) == ("unexplained", None) and "no driver" in last["reason"]
+
+
+@pytest.mark.cost(0.8)
+def test_the_layers_of_one_training_step_are_no_iterations_of_a_leak():
+    kept: list[Any] = []
+
+    def step() -> None:
+        net = torch.nn.Sequential(*(m for _ in range(12) for m in (torch.nn.Linear(170, 170), torch.nn.ReLU()))).cuda()
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.randn(64, 170, device="cuda")).sum().backward()
+        optimizer.step()
+        kept.append((net, optimizer))
+
+    def grows() -> None:
+        for _ in range(20):
+            kept.append(torch.randn(1 << 18, device="cuda") + torch.ones(1 << 16, device="cuda").repeat(4))
+
+    assert mp.leaks(captured(fake_run(step, device_row=H200))).is_empty()
+    grown = captured(fake_run(grows, device_row=H200))
+    assert mp.leaks(grown)["leak_bytes"].to_list() == [20 << 20]
+    said = next(one for one in findings.findings(grown) if "more every iteration" in one)
+    assert "by sizes alone" in said and "an unrecorded line" not in said
 
 
 # ---------------------------------------------------------------------- nothing stays behind, nothing crashes
