@@ -75,7 +75,7 @@ class FakeBench:
             return Try(batch, False, purpose, None, None, None, time.perf_counter() - begin, why, self.origin), None
         stream = Stream.of(capture, batch, complete=True)
         kinds = set(capture.allocations["category"].cast(str).unique().to_list())
-        if stream is None or kinds <= {"temporary", "workspace"}:
+        if stream is None or kinds <= {"workspace"}:
             raise NothingOnTheDevice(
                 "The step asked for no memory of a CUDA device. Let it make its tensors on 'cuda', or give limit_bytes= to put its CPU tensors on a modelled GPU."
             )

@@ -97,3 +97,14 @@ def test_a_step_without_cuda_tensors_asks_nothing_of_the_device():
 
     with pytest.raises(NothingOnTheDevice, match="asked for no memory of a CUDA device"):
         FakeBench(lambda batch: None, None, find("H200")).run(1, "probe")
+
+
+@pytest.mark.cost(3)
+def test_a_step_whose_tensors_die_within_it_is_predicted_too():
+    torch = pytest.importorskip("torch")
+
+    def step(batch: int) -> None:
+        torch.zeros(batch << 20, device="cuda")
+
+    result = mp.max_batch(step, 8, 8, limit_bytes="64MiB")
+    assert (result.batch, result.origin) == (8, "predicted")
