@@ -36,7 +36,7 @@ def cards(capture: Capture, replay: bool = True) -> pl.DataFrame:
     -------
     One row a card of the catalogue, by ``capacity_bytes``: ``card capacity_bytes low_bytes`` (peak of live blocks) ``high_bytes`` (peak reserved), both with what a process takes beside
     the allocator (context, libraries) at its least and its most, ``fits`` (``yes``, ``with expandable_segments:True``, ``maybe``, ``no``), ``headroom_bytes`` (capacity less ``high_bytes``), ``evidence origin``. The
-    first ``yes`` is the smallest card. Of several devices the fullest counts.
+    first ``yes`` is the smallest card. Of several devices the fullest counts. A prediction in which a request was refused is judged by its peaks as if none were.
 
     Raises
     ------

@@ -60,7 +60,9 @@ def predict(
     Returns
     -------
     A capture with origin ``predicted``: every analysis and view works. ``meta["assumptions"]`` lists what had to be assumed,
-    ``meta["kernels"]`` the attention kernels that were chosen.
+    ``meta["kernels"]`` the attention kernels that were chosen. Where a request is refused, ``meta["needs"]`` tells the first
+    (``refused_bytes seq op layer phase step``), how many there were (``refused``), and the peaks as if none were
+    (``peak_allocated_bytes peak_reserved_bytes``); the code itself meets no error.
 
     Raises
     ------

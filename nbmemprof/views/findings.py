@@ -87,9 +87,9 @@ def _leaks(known: Facts, device: Device) -> list[str]:
         # one sentence a line: the stacks that reach it, each a row of its own in the table, are added up
         frame = frame.group_by("site", maintain_order=True).agg(pl.col("leak_bytes", "leak_count", "bytes_per_iteration").sum()).sort("leak_bytes", descending=True, maintain_order=True)
         frame = frame.filter(pl.col("leak_bytes") >= min(_MIN_LEAK, device.peak // 1000))
-    nameless = "an unrecorded line" if known.capture.tables["stacks"].height else "something (no lines were recorded, so by sizes alone)"
+    nameless = "an unrecorded line" if known.capture.tables["stacks"].height else "Judged by sizes alone (no lines were recorded), something"
     for row, cut in _some(frame, "growing lines"):
-        site, each = middle(row.get("site") or nameless), row.get("bytes_per_iteration")
+        site, each = middle(row["site"]) if row.get("site") else nameless, row.get("bytes_per_iteration")
         total = f"{_blocks(row.get('leak_count'))}, {format_bytes(row.get('leak_bytes'))}"
         if each:
             text = f"{site} keeps {format_bytes(each)} more every iteration: {total} by the end."
