@@ -59,6 +59,12 @@ class Hearing:
         """Whether its error is one of this machine's memory."""
         return self._error is not None and ("MemoryError" in self._error[0] or "can't allocate memory" in self._error[1])
 
+    @property
+    def where(self) -> str:
+        """Which earlier cell it was running, as a sentence; empty where it was the cell itself."""
+        doing = self.others.get("doing", ("", ""))[1]
+        return f" It was running {doing} again, not the cell itself." if doing else ""
+
     # ------------------------------------------------------------------ kinds
     def _on_stream(self, name: str, text: str) -> None:
         stream = sys.stderr if name == "stderr" else sys.stdout

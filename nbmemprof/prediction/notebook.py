@@ -130,7 +130,7 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
 
 def _run(shell: Any, job: serving.Job, wanted: Asked, quiet: Callable[[], None], *, silent: bool = False) -> Hearing:
     """Run a job in a child, forked where that is safe; ``silent``: its output was shown before."""
-    why = fork_hurts(shell, job.text)
+    why = next(filter(None, (fork_hurts(shell, shell.transform_cell(text)) for text in (job.text, *job.failed))), None)
     if why is None:
         hearing = _listen(shell, forked(lambda line: serving.copy(line, shell, wanted.gpu, job, quiet), wanted.limits), wanted, silent=silent)
         if "refused" in hearing.others and _cuda_build():
@@ -148,6 +148,8 @@ def _listen(shell: Any, child: Child, wanted: Asked, *, silent: bool) -> Hearing
     hearing = Hearing(shell, child, silent=silent)
     try:
         hearing.done(child.listen(hearing, wanted.limits))
+    except PredictionFailed as error:
+        raise PredictionFailed(f"{error}{hearing.where}") from error
     finally:
         child.close()
     if hearing.short_of_memory:
@@ -251,7 +253,7 @@ class FakeSession:
             if isinstance(error, BrokenPipeError):
                 raise PredictionFailed(f"{self.ended} The prediction's process {self.child.ending(self.wanted.limits)}") from error
             if isinstance(error, PredictionFailed):
-                raise PredictionFailed(f"{error} The fake session has ended with it; %memprof predict on {self.wanted.title} begins again, %memprof predict off goes on here.") from error
+                raise PredictionFailed(f"{error}{hearing.where} The fake session has ended with it; %memprof predict on {self.wanted.title} begins again, %memprof predict off goes on here.") from error
             raise
         if "refused" in hearing.others:
             self.close()

@@ -38,6 +38,7 @@ class Router:
     def __init__(self, shell: Any, quiet: Callable[[], None]) -> None:
         self.shell, self._quiet = shell, quiet
         self.session: notebook.FakeSession | None = None
+        self._interrupted: set[str] = set()  # cells that were stopped: they would run on
         self._failed: dict[str, None] = {}  # cells that failed for want of a GPU, in order
 
     def route(self, raw: str, text: str, args: Namespace | None, number: int | None) -> Work | None:
@@ -79,6 +80,7 @@ class Router:
     def ran(self, raw: str, error: BaseException | None) -> None:
         """A cell ran here: note whether it failed for want of a GPU."""
         self._failed.pop(raw, None)
+        (self._interrupted.add if isinstance(error, KeyboardInterrupt) else self._interrupted.discard)(raw)
         if isinstance(error, (RuntimeError, AssertionError, OSError)) and _NO_GPU.search(str(error)):
             self._failed[raw] = None
             while len(self._failed) > _KEPT:
@@ -88,7 +90,7 @@ class Router:
         """Number and text of the cells that ran in this kernel before the one that runs now, without predicted ones."""
         manager = self.shell.history_manager
         texts = list(manager.input_hist_raw) if manager is not None else []
-        return [(number, text) for number, text in enumerate(texts[:-1]) if text.strip() and not re.match(r"\s*%%memprof\b.*--predict\b", text)]
+        return [(number, text) for number, text in enumerate(texts[:-1]) if text.strip() and text not in self._interrupted and not re.match(r"\s*%%memprof\b.*--predict\b", text)]
 
     def _texts(self) -> list[str]:
         """Earlier cells as Python, magics turned into calls."""

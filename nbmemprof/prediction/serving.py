@@ -130,6 +130,7 @@ def _again(line: Connection, shell: Any, session: Any, cells: list[tuple[int, st
         body, left = _quiet_lines(text)
         if left:
             told.append(f"In[{number}]: left out: {', '.join(left)}")
+        send(line, "doing", f"In[{number}]")
         with _mute(shell) as errors:
             result = _run(shell, body, number)
         if not result.success:
@@ -212,7 +213,7 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
     """Run one cell and tell what it took."""
     torch = _optional.require("torch", feature="a prediction")
     calibrating.chosen.update(job.choices)
-    warnings = _prepare(torch, shell, session, job)
+    warnings = _prepare(torch, shell, session, job, lambda what: send(line, "doing", what))
     since = len(session.record.events)
     result = _run(shell, job.text, job.number)
     record = session.record
@@ -220,7 +221,7 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
     send(line, "done", result.success)
 
 
-def _prepare(torch: Any, shell: Any, session: Any, job: Job) -> list[str]:
+def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[str], None]) -> list[str]:
     """Decide again what hung on a GPU, and move what would have been on it; returns what is to be said of it."""
     namespace, said = shell.user_ns, []
     before = {name: repr(namespace.get(name)) for name in job.earlier.hanging}
@@ -236,9 +237,11 @@ def _prepare(torch: Any, shell: Any, session: Any, job: Job) -> list[str]:
         said.append("taken as on the GPU, where earlier cells would have put it: " + ", ".join(f"{name} ({format_bytes(size)})" for name, size in adopted.moved.items()))
     said += [f"left on the CPU: {name} ({why})" for name, why in adopted.left.items()]
     for text in job.failed:
+        doing(f"an earlier cell that failed for want of a GPU ({text.strip().partition(chr(10))[0]!r})")
         with _mute(shell) as errors:
             ran = _run(shell, text, job.number)
         said.append("an earlier cell that failed here for want of a GPU was run first" if ran.success else f"an earlier cell that failed for want of a GPU fails in the prediction too: {errors[-1] if errors else '?'}")
+    doing("")
     return said
 
 

@@ -13,6 +13,7 @@ import nbmemprof as mp
 from nbmemprof import magics
 from nbmemprof.capture import Capture
 from nbmemprof.prediction import legal
+from nbmemprof.prediction import notebook as notebook_module
 from nbmemprof.prediction.child import PredictionFailed
 
 torch = pytest.importorskip("torch")
@@ -236,3 +237,37 @@ def test_a_step_that_needs_a_setup_is_told_so(run):
     assert "can't be called as needs_state(batch)" in text
     assert "--setup NAME" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.cost(1)
+def test_a_time_limit_names_the_earlier_cell_that_ran(run, shell):
+    router = magics.of(shell).router
+    slow = "import time\ntime.sleep(20)"
+    router._failed[slow] = None
+    try:
+        result, _ = run("%%memprof --predict H200 --predict-seconds 0.8\n1 + 1")
+    finally:
+        del router._failed[slow]
+    assert isinstance(result.error_in_exec, PredictionFailed)
+    assert "It was running an earlier cell that failed for want of a GPU ('import time') again" in str(result.error_in_exec)
+
+
+def test_an_interrupted_cell_does_not_run_again(run, shell):
+    run("stopped = 1\nraise KeyboardInterrupt")
+    run("gone_on = 1")
+    texts = [text for _, text in magics.of(shell).router.history()]
+    assert not any("stopped = 1" in text for text in texts)
+
+
+@pytest.mark.cost(4)
+def test_earlier_cells_that_use_polars_do_not_run_in_a_fork(run, shell, monkeypatch):
+    router = magics.of(shell).router
+    monkeypatch.setattr(notebook_module, "forked", None)  # it would be called
+    again = "import polars\nlength = polars.DataFrame({'a': [1, 2]}).lazy().collect().height"
+    router._failed[again] = None
+    try:
+        result, text = run("%%memprof --predict H200\nprint(length)")
+    finally:
+        del router._failed[again]
+    assert result.success, text
+    assert "2" in text
