@@ -43,7 +43,7 @@ def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
     for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _proven, _top_site):
         for device in known.devices:
             said += [_at(device, s) for s in rule(known, device)]
-    for general in (_traceback, _replaced, _dropped, _warnings, _unrecorded, _cost, _silent):
+    for general in (_traceback, _replaced, _dropped, _warnings, _unrecorded, _assumed, _cost, _silent):
         said += general(known)
     said += known.notes
     whole = [middle(s, _LONG) for s in dict.fromkeys(said)]
@@ -236,6 +236,14 @@ def _warnings(known: Facts) -> list[str]:
     """What the source says about its input, as it says it; an empty capture's reason is its headline."""
     texts = [str(w) for w in known.meta.get("warnings") or []]
     return [w[:1].upper() + w[1:] + ("" if w.endswith((".", "!", "?")) else ".") for w in texts if w and not w.startswith("empty")]
+
+
+def _assumed(known: Facts) -> list[str]:
+    """What a prediction had to assume: the most frequent, and where the others are."""
+    rows = sorted(known.meta.get("assumptions") or [], key=lambda row: -int(row["count"]))
+    told = [str(row["what"]) for row in rows[:_EACH]]
+    more = f"; {len(rows) - _EACH} more in meta['assumptions']" if len(rows) > _EACH else ""
+    return [f"Assumed: {'; '.join(told)}{more}."] if told else []
 
 
 def _unrecorded(known: Facts) -> list[str]:

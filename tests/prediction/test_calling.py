@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ import nbmemprof as mp
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction import raising
 from nbmemprof.prediction.run import NothingOnTheDevice
+from nbmemprof.views import findings, text
 
 MIB = 1 << 20
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +53,7 @@ def test_a_device_chosen_above_the_function_is_chosen_again_and_prints_are_shown
     said = [one["what"] for one in capture.meta["assumptions"]]
     assert "decided as on a GPU: device = 'cuda'" in said
     assert any(one.startswith("taken as on the GPU") and "weights (2 MiB)" in one for one in said)
+    assert f"Assumed: {'; '.join(said[:3])}" in text.report(capture)
     assert not any("other" in one for one in said)  # no function of the call uses it
     assert (device, weights.device.type) == ("cpu", "cpu")
 
@@ -131,3 +134,9 @@ def test_an_operator_without_a_kernel_for_fakes_is_named():
     with pytest.raises(NotImplementedError) as caught:
         mp.predict(lambda: torch.zeros(3, device="cuda").to_mkldnn())
     assert any("aten::to_mkldnn has no kernel for fake tensors here" in note for note in caught.value.__notes__)
+
+
+def test_what_was_assumed_is_told_with_the_number_of_the_rest():
+    known = SimpleNamespace(meta={"assumptions": [{"what": f"thing {n}", "count": n} for n in range(1, 6)]})
+    assert findings._assumed(known) == ["Assumed: thing 5; thing 4; thing 3; 2 more in meta['assumptions']."]
+    assert findings._assumed(SimpleNamespace(meta={})) == []
