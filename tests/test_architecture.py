@@ -12,6 +12,7 @@ from support import ROOT
 
 import nbmemprof
 
+pytestmark = pytest.mark.cost(0.01)  # hundreds of files to read, quickly
 PACKAGE = ROOT / "nbmemprof"
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(PACKAGE.rglob("*.py"))}
 HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "pynvml")

@@ -28,7 +28,7 @@ def build(made: Capture, **changes: pl.DataFrame) -> Capture:
     return heap.build({name: made.tables[name] for name in ("events", "segments", "blocks", "stacks")} | changes, source="test")
 
 
-@pytest.mark.cost(8)
+@pytest.mark.cost(5)
 def test_compiled_and_interpreted_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
     made = capture([lived()])

@@ -318,7 +318,7 @@ def test_notes_of_the_users_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) 
     assert said[-1] == "the user's"
 
 
-@pytest.mark.cost(12)
+@pytest.mark.cost(3)
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_the_compiler_sees_nothing_of_it(when: str) -> None:
     """No graph break, no second compilation, no warning; whether compiled before the window or within it."""

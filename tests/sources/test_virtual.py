@@ -203,7 +203,7 @@ def test_no_mode_is_left_behind_also_where_another_stands_above_it():
     other.__exit__(None, None, None)
 
 
-@pytest.mark.cost(6)
+@pytest.mark.cost(4)
 def test_compiled_functions_checkpoints_and_fake_tensors_go_on_working():
     from torch._dynamo import eval_frame
     from torch._subclasses.fake_tensor import FakeTensorMode
