@@ -11,6 +11,7 @@ import polars as pl
 from nbmemprof import heap, schema
 from nbmemprof.allocator import Device
 from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator._picture import picture
 from nbmemprof.capture import Capture
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.ranges import bounds
@@ -86,7 +87,7 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
     trace = whole[opening.rows :]
     stats = device.stats()
     events = _events(trace)
-    pictures = [_picture(snapshot, number) for number, snapshot in enumerate([*([opening.snapshot] if since else []), device.snapshot()])]
+    pictures = [picture(snapshot, number) for number, snapshot in enumerate([*([opening.snapshot] if since else []), device.snapshot()])]
     marks = _marks(record, trace)
     tables = {"events": events, "hints": _hints(record, trace), "segments": pl.concat([s for s, _ in pictures]), "blocks": pl.concat([b for _, b in pictures]), "marks": marks}
     counters = {
@@ -181,22 +182,6 @@ def _events(trace: Any) -> pl.DataFrame:
         "addr": addr.set(pl.Series(kind == M.OOM), None) if len(addr) else addr, "requested_bytes": trace[:, 2], "stream": trace[:, 3], "pool_id": "0_0",
     }  # fmt: skip
     return schema.fill("events", columns, len(trace))
-
-
-def _picture(snapshot: dict[str, Any], number: int = 0) -> tuple[pl.DataFrame, pl.DataFrame]:
-    segments, blocks = snapshot["segments"], [(s, b) for s in snapshot["segments"] for b in s["blocks"]]
-    common: dict[str, Any] = {"device": 0, "kind": "device", "source": "torch", "snapshot_id": number, "pool_id": "0_0"}
-    one = {
-        "addr": pl.Series([s["address"] for s in segments], dtype=pl.UInt64), "size_bytes": [s["total_size"] for s in segments],
-        "allocated_bytes": [s["allocated_size"] for s in segments], "active_bytes": [s["active_size"] for s in segments],
-        "stream": [s["stream"] for s in segments], "pool": [s["segment_type"] for s in segments], "is_expandable": [s["is_expandable"] for s in segments],
-    }  # fmt: skip
-    other = {
-        "segment_addr": pl.Series([s["address"] for s, _ in blocks], dtype=pl.UInt64), "addr": pl.Series([b["address"] for _, b in blocks], dtype=pl.UInt64),
-        "size_bytes": [b["size"] for _, b in blocks], "requested_bytes": [None if b["state"] == "inactive" else b["requested_size"] for _, b in blocks],
-        "state": [b["state"] for _, b in blocks], "stream": [s["stream"] for s, _ in blocks], "pool": [s["segment_type"] for s, _ in blocks],
-    }  # fmt: skip
-    return schema.fill("segments", common | one, len(segments)), schema.fill("blocks", common | other, len(blocks))
 
 
 def _hints(record: Record, trace: Any) -> pl.DataFrame:

@@ -30,6 +30,7 @@ import polars as pl
 from nbmemprof import _optional, heap, schema
 from nbmemprof.allocator import Device
 from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator._picture import picture
 from nbmemprof.capture import Capture
 from nbmemprof.errors import FlagError, NbmemprofError, NotRecording
 from nbmemprof.flags import Flag
@@ -157,7 +158,7 @@ class VirtualDevice:
         at = np.searchsorted(ends, np.arange(len(trace)), side="right")
         seqs = [places.get(index[i]) if i < len(index) else None for i in at.tolist()]
         events = self._events(trace, pl.Series("host", seqs, dtype=pl.Int64), host)
-        pictures = [_picture(taken, i) for i, taken in enumerate((self._before, feed.device.snapshot()))]
+        pictures = [picture(taken, i) for i, taken in enumerate((self._before, feed.device.snapshot()))]
         tables = {
             "events": events.drop("host"), "stacks": host.tables["stacks"], "marks": pl.concat([host.tables["marks"], _refusals(trace, events)], how="diagonal"),
             "segments": pl.concat([s for s, _ in pictures]), "blocks": pl.concat([b for _, b in pictures]),
@@ -219,22 +220,6 @@ def _refusals(trace: Any, events: pl.DataFrame) -> pl.DataFrame:
     at = np.flatnonzero(trace[:, 0] == M.OOM)
     columns = {"device": 0, "seq": at, "time_us": events["time_us"][at.tolist()], "kind": "oom", "name": "out of memory (modelled)", "value": np.maximum(trace[at, 1], 0).astype(np.float64)}
     return schema.fill("marks", columns, len(at))
-
-
-def _picture(snapshot: dict[str, Any], number: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    segments, blocks = snapshot["segments"], [(s, b) for s in snapshot["segments"] for b in s["blocks"]]
-    common: dict[str, Any] = {"device": 0, "kind": "device", "source": "torch", "snapshot_id": number, "pool_id": "0_0"}
-    one = {
-        "addr": pl.Series([s["address"] for s in segments], dtype=pl.UInt64), "size_bytes": [s["total_size"] for s in segments],
-        "allocated_bytes": [s["allocated_size"] for s in segments], "active_bytes": [s["active_size"] for s in segments],
-        "stream": [s["stream"] for s in segments], "pool": [s["segment_type"] for s in segments], "is_expandable": [s["is_expandable"] for s in segments],
-    }  # fmt: skip
-    other = {
-        "segment_addr": pl.Series([s["address"] for s, _ in blocks], dtype=pl.UInt64), "addr": pl.Series([b["address"] for _, b in blocks], dtype=pl.UInt64),
-        "size_bytes": [b["size"] for _, b in blocks], "requested_bytes": [None if b["state"] == "inactive" else b["requested_size"] for _, b in blocks],
-        "state": [b["state"] for _, b in blocks], "stream": [s["stream"] for s, _ in blocks], "pool": [s["segment_type"] for s, _ in blocks],
-    }  # fmt: skip
-    return schema.fill("segments", common | one, len(segments)), schema.fill("blocks", common | other, len(blocks))
 
 
 def _carry(rows: pl.DataFrame, events: pl.DataFrame, host: pl.DataFrame) -> pl.DataFrame:
@@ -356,5 +341,3 @@ def _leave(mode: Any) -> None:
         above.append(top)
     for other in reversed(above):
         overrides._push_mode(other)
-
-
