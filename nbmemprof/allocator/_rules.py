@@ -6,7 +6,7 @@ Rules of ``c10/cuda/CUDACachingAllocator.cpp``, a function each.
 from __future__ import annotations
 
 from nbmemprof.allocator._blocks import list_of, new_block, put, search, splice, tell
-from nbmemprof.allocator._driver import collect, flush, new_memory, release_some
+from nbmemprof.allocator._driver import new_memory
 from nbmemprof.allocator._memory import (
     ACTIVE,
     ACTIVE_BYTES,
@@ -62,6 +62,7 @@ from nbmemprof.allocator._memory import (
     gain_one,
     lose,
 )  # fmt: skip
+from nbmemprof.allocator._release import collect, flush, release_some
 from nbmemprof.allocator.rounding import MIN_BLOCK, MIN_LARGE_ALLOC, ROUND_LARGE, SMALL_BUFFER, SMALL_SIZE
 
 

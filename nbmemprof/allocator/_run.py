@@ -9,7 +9,6 @@ operations before which it happened, and 0 for ``empty_cache()`` or the pool tha
 from __future__ import annotations
 
 from nbmemprof.allocator._blocks import complete, fit, free, list_of, recorded
-from nbmemprof.allocator._driver import flush, pool_holding, release_pool
 from nbmemprof.allocator._memory import (
     ALLOC,
     AMBIGUOUS,
@@ -79,6 +78,7 @@ from nbmemprof.allocator._memory import (
     after,
     at_least,
 )  # fmt: skip
+from nbmemprof.allocator._release import flush, pool_holding, release_pool
 from nbmemprof.allocator._rules import malloc, round_size, segment_size
 from nbmemprof.allocator.rounding import SMALL_SIZE
 

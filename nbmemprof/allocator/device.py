@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from nbmemprof import _optional
 from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator import _refusal, _snapshot
 from nbmemprof.allocator._model import Model
 from nbmemprof.allocator.conf import Settings, parse
 from nbmemprof.allocator.versions import DEFAULT, rules_of
@@ -20,26 +19,11 @@ from nbmemprof.units import parse_bytes
 
 __all__ = ["Device", "StreamCaptureError"]
 
-_WORDS = {
-    M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
-    M.SEGMENT_MAP: "segment_map", M.SEGMENT_UNMAP: "segment_unmap", M.OOM: "oom",
-}  # fmt: skip
-_UNSERVED = 1 << 60
 PoolId = tuple[int, int]
 
 
 class StreamCaptureError(NbmemprofError, RuntimeError):
     """What torch raises where the driver refuses a call because a stream is being captured."""
-
-
-@functools.cache
-def _oom_class(base: type | None) -> type[OutOfMemoryError]:
-    """An error that ``except torch.OutOfMemoryError`` catches too, where torch is loaded."""
-    return (
-        OutOfMemoryError
-        if base is None
-        else type("OutOfMemoryError", (OutOfMemoryError, base), {"__module__": "nbmemprof", "__doc__": OutOfMemoryError.__doc__})
-    )
 
 
 class Device:
@@ -119,7 +103,7 @@ class Device:
             raise NbmemprofError(f"{requested} bytes can't be asked for. Give zero or more.")
         if requested == 0:
             return 0
-        if requested >= _UNSERVED:
+        if requested >= _refusal.UNSERVED:
             raise self._error(requested)
         routed = pool or (self._routes[-1] if self._routes else (0, 0))
         if not self._quiet() and (routed == (0, 0) or not self.rules.routed_quiet):
@@ -315,52 +299,8 @@ class Device:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot()`` of torch 2.11 returns, its trace included (stacks are empty)."""
-        names = list(self._pools)
-        columns = self._model.blocks()
-        segments: list[dict[str, Any]] = []
-        end = None
-        states = {M.FREE: "inactive", M.LIVE: "active_allocated", M.PENDING: "active_pending_free"}
-        for i in range(len(columns["addr"])):
-            state = int(columns["state"][i])
-            if state == M.HOLE:
-                end = None
-                continue
-            addr, size, requested = (int(columns[n][i]) for n in ("addr", "size", "requested"))
-            if columns["first"][i] or end is None:
-                segments.append({
-                    "device": self.device, "address": addr, "total_size": 0, "allocated_size": 0, "active_size": 0, "requested_size": 0, "stream": int(columns["stream"][i]),
-                    "segment_type": "small" if columns["small"][i] else "large", "segment_pool_id": names[int(columns["pool"][i])], "is_expandable": bool(columns["area"][i]),
-                    "frames": [], "blocks": [],
-                })  # fmt: skip
-            segment = segments[-1]
-            segment["total_size"] += size
-            segment["allocated_size"] += size if state == M.LIVE else 0
-            segment["active_size"] += size if state != M.FREE else 0
-            segment["requested_size"] += requested if state != M.FREE else 0
-            segment["blocks"].append({"address": addr, "size": size, "requested_size": requested, "state": states[state], "frames": []})
-            end = addr + size
-        settings = self._model.settings
-        return {
-            "segments": segments,
-            "device_traces": [[] for _ in range(self.device)] + [self._events()],
-            "allocator_settings": {
-                "PYTORCH_CUDA_ALLOC_CONF": settings.text, "max_split_size": -1 if settings.max_split_size is None else settings.max_split_size,
-                "garbage_collection_threshold": settings.garbage_collection_threshold, "expandable_segments": settings.expandable_segments,
-                "release_lock_on_cudamalloc": settings.release_lock_on_cudamalloc, "graph_capture_record_stream_reuse": settings.graph_capture_record_stream_reuse,
-                "roundup_power2_divisions": {str(1 << i): d for i, d in enumerate(settings.roundup_power2_divisions)},
-            },
-            "external_annotations": [],
-        }  # fmt: skip
-
-    def _events(self) -> list[dict[str, Any]]:
-        rows = self._trace[: int(self._model.m[M.AT])].reshape(-1, M.WORDS) if len(self._trace) else np.zeros((0, M.WORDS), np.int64)
-        out = []
-        for i, (kind, addr, size, stream, _row, _source) in enumerate(rows.tolist()):
-            place = {"device_free": max(0, addr)} if kind == M.OOM else {"addr": addr}
-            out.append(
-                {"action": _WORDS[kind]} | place | {"size": size, "stream": stream, "time_us": i, "compile_context": "N/A", "user_metadata": "", "frames": []}
-            )
-        return out
+        trace = self._trace[: int(self._model.m[M.AT])] if len(self._trace) else self._trace
+        return _snapshot.snapshot(self._model, trace, list(self._pools), self.device)
 
     # ------------------------------------------------------------------ the way into the rules
     def _call(self, kind: int, *, size: int = 0, stream: int = 0, block: int = 0, extra: int = 0) -> int:
@@ -382,35 +322,4 @@ class Device:
         return int(self._row[0])
 
     def _error(self, requested: int) -> OutOfMemoryError:
-        from nbmemprof.units import format_bytes
-
-        m = self._model.m
-        torch = _optional.loaded("torch")
-        base = getattr(torch, "OutOfMemoryError", None) if torch is not None else None
-        rounded = requested if requested >= _UNSERVED else _nominal(self._model, requested)
-        live, reserved = int(m[M.ALLOCATED_BYTES]), int(m[M.RESERVED_BYTES])
-        text = f"CUDA out of memory. Tried to allocate {_mib(rounded)}. GPU {self.device} (modelled by nbmemprof, torch {self.torch})"
-        if self.capacity_bytes is not None:
-            text += f" has a total capacity of {_mib(self.capacity_bytes)} of which {_mib(max(0, self.capacity_bytes - reserved))} is free."
-        else:
-            text += " has no stated capacity."
-        if self.limit_bytes is not None:
-            text += f" {_mib(self.limit_bytes)} allowed;"
-        text += f" Of the allocated memory {_mib(live)} is allocated by PyTorch, and {_mib(reserved - live)} is reserved by PyTorch but unallocated."
-        if reserved - live >= rounded and not self._model.settings.expandable_segments:
-            text += " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
-        return _oom_class(base)(f"{text} Nothing real was refused: {format_bytes(requested)} were asked of a model.")
-
-
-def _nominal(model: Model, requested: int) -> int:
-    from nbmemprof.allocator import _rules
-
-    return int(_rules.segment_size(model.m.data, _rules.round_size(model.m.data, requested)))  # type: ignore[arg-type]
-
-
-def _mib(size: int) -> str:
-    """As torch prints sizes: two digits and the largest unit that leaves them above 1."""
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 1 << scale:
-            return f"{size / (1 << scale):.2f} {unit}"
-    return f"{size} bytes"
+        return _refusal.out_of_memory(self._model, requested, device=self.device, torch=self.torch, capacity_bytes=self.capacity_bytes)
