@@ -5,6 +5,7 @@ Nothing here loads Polars until lines are looked at: a server that is watched pa
 
 from __future__ import annotations
 
-from nbmemprof.watching.recorder import Alarm, Watch, watch
+from nbmemprof.watching.alarm import Alarm
+from nbmemprof.watching.recorder import Watch, watch
 
 __all__ = ["Alarm", "Watch", "watch"]

@@ -11,9 +11,8 @@ from typing import Any
 
 import polars as pl
 
-from nbmemprof.watching.recorder import start_of
 from nbmemprof.watching.series import Series
-from nbmemprof.watching.store import Story
+from nbmemprof.watching.store import Story, start_of
 
 __all__ = ["TRENDED", "Process", "joined"]
 

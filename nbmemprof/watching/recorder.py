@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +24,14 @@ import numpy as np
 
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.units import format_bytes, format_count, parse_bytes
+from nbmemprof.units import format_count, parse_bytes
 from nbmemprof.watching import gauges
+from nbmemprof.watching.alarm import Alarm
 from nbmemprof.watching.series import Series
-from nbmemprof.watching.store import Log
+from nbmemprof.watching.store import Log, start_of
 from nbmemprof.watching.trend import Trend, judge
 
-__all__ = ["Alarm", "Watch", "watch"]
+__all__ = ["Watch", "watch"]
 
 _JUDGED = {gauges.HOST: "rss_bytes"}  # on a device: what is allocated
 _ON_DEVICE = "allocated_bytes"
@@ -39,23 +40,6 @@ _MOST_GAUGES, _MOST_LABELS, _MOST_NOTES, _MOST_SITES = 64, 256, 500, 40
 _FRESH = 64
 _log = logging.getLogger("nbmemprof.watch")
 _alive: weakref.WeakSet[Watch] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """Memory grows towards the limit: what, how fast, and how long it lasts."""
-
-    text: str
-    device: str
-    gauge: str
-    time_s: float
-    level_bytes: float
-    limit_bytes: float
-    slope_bytes_per_s: float
-    slope_bytes_per_step: float | None
-    lead_s: float
-    lead_steps: float | None
-    sites: list[tuple[str, float]] = field(default_factory=list)  # lines that grew most, where stacks are recorded
 
 
 class Watch:
@@ -277,12 +261,7 @@ class Watch:
         if self._recording is not None:
             with contextlib.suppress(Exception):  # an alarm comes with its lines or without them
                 self._look_at_sites(self._now())
-        sites = self._grown_sites()
-        alarm = Alarm(
-            text=_sentence(device, gauge, trend, sites), device=device, gauge=gauge, time_s=self._now(), level_bytes=trend.level_bytes, limit_bytes=float(trend.limit_bytes or 0),
-            slope_bytes_per_s=trend.slope_per_s, slope_bytes_per_step=trend.slope if trend.per == "step" else None, lead_s=float(trend.lead_s or 0), lead_steps=trend.lead_steps,
-            sites=sites,
-        )  # fmt: skip
+        alarm = Alarm.of(device, gauge, trend, self._now(), self._grown_sites())
         self.alarms = [*self.alarms, alarm][-_MOST_NOTES:]
         self._note({"k": "alarm"} | asdict(alarm), sync=True)
         _log.warning("nbmemprof: %s", alarm.text)
@@ -323,36 +302,8 @@ def _warm_up() -> None:
     judge(made, 1e6)
 
 
-def _sentence(device: str, gauge: str, trend: Trend, sites: list[tuple[str, float]]) -> str:
-    where = {"host": "host memory of this process", "own": gauge}.get(device, f"memory allocated on device {device}")
-    per = f"{format_bytes(trend.slope)} a step" if trend.per == "step" else f"{format_bytes(trend.slope * 60)} a minute"
-    text = f"{where} is at {format_bytes(trend.level_bytes)} and grows by {per}; its peaks meet the limit of {format_bytes(trend.limit_bytes)} in about {_duration(trend.lead_s)}"
-    if trend.lead_steps is not None:
-        text += f" ({format_count(trend.lead_steps)} steps)"
-    if sites:
-        text += "; lines that grew most: " + ", ".join(f"{site} (+{format_bytes(size)})" for site, size in sites)
-    return text + "."
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "an unknown time"
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
-
-
 def _plain(value: float) -> float | int:
     return int(value) if value == int(value) else round(value, 3)
-
-
-def start_of(pid: int) -> int | None:
-    """When a process began, in ticks since the machine did: tells it from a later one of the same number."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def watch(folder: str | os.PathLike[str], **options: Any) -> Watch:
@@ -372,7 +323,7 @@ def watch(folder: str | os.PathLike[str], **options: Any) -> Watch:
         Where memory of each device, and of the process on the host, must stay below; bytes or ``"20GiB"``. By default what torch may use of
         the card, and what the container or machine has.
     on_alarm
-        Called with an :class:`~nbmemprof.watching.recorder.Alarm` from the watch's thread; a line goes to the logger ``nbmemprof.watch`` in any case.
+        Called with an :class:`~nbmemprof.watching.alarm.Alarm` from the watch's thread; a line goes to the logger ``nbmemprof.watch`` in any case.
     stacks
         Record allocations with their lines as well, and keep live bytes by line every ``stacks_every_s`` (30).
     warmup_s

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Log", "Story", "names", "read"]
+__all__ = ["Log", "Story", "names", "read", "start_of"]
 
 _SEGMENTS = 8
 _LONGEST = 64 << 20  # no record is longer; a damaged length is not believed
@@ -166,3 +166,11 @@ def _checked(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began, in ticks since the machine did: tells it from a later one of the same number."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
