@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 import sys
 import threading
 from argparse import Namespace
@@ -20,10 +19,10 @@ from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import InputRejected
-from IPython.core.inputtransformer2 import classic_prompt, ipython_prompt, leading_empty_lines, leading_indent
 from IPython.utils.text import DollarFormatter
 
-from nbmemprof import errors, flags, holding, sources
+from nbmemprof import _line, errors, flags, holding, sources
+from nbmemprof._line import NAME
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
 from nbmemprof.prediction.routing import Router, Work
@@ -31,9 +30,7 @@ from nbmemprof.recording import Recording, record
 
 __all__ = ["Magics", "last", "load", "of", "present", "unload"]
 
-NAME = "memprof"
 _ATTRIBUTE = "_nbmemprof"
-_LINE = re.compile(rf"%%{NAME}(?:[ \t]+(.*?))?\s*$")
 _OWN = {flag.dest for flag in flags.BASE} - {"source", "stacks"}  # for us, not for the source
 
 
@@ -129,32 +126,25 @@ class Magics:
     # ------------------------------------------------------------------ the cell's life
     def transform(self, lines: list[str]) -> list[str]:
         """Make the magic's line a comment, so that line numbers stay; drop it above another cell magic."""
-        at = next((i for i, line in enumerate(lines) if line.strip()), None)
-        if at is None or _LINE.match(lines[at]) is None or _runs_silently():
+        if not _line.first(lines) or _runs_silently():
             return lines
         cell = self._top()
         if cell is not None and cell.below:
             cell.seen = True
-        same = [at, *_same_below(lines, at)]
-        lines = [f"# {line}" if i in same else line for i, line in enumerate(lines)]
-        at = same[-1]
-        rest = next((i for i, line in enumerate(lines) if i > at and line.strip()), None)
-        if rest is not None and lines[rest].startswith("%%"):
-            return lines[rest:]
-        return lines
+        return _line.as_comment(lines)
 
     def before(self, info: Any) -> None:
         """``pre_run_cell``: open the window, where the cell asks for one."""
         outer = self._top()
         cell = _Cell(info, outer.number if outer is not None else self.shell.execution_count - bool(info.store_history))
         self._cells.append(cell)
-        line, cell.below = _find_line(info.raw_cell)
+        line, cell.below = _line.find(info.raw_cell)
         if line is not None and outer is not None and outer.below:
             self._drop(outer)
         try:
             if line is not None:
                 cell.args = flags.parse(self._expand(line), self.flags)
-            cell.work = self.router.route(info.raw_cell, _without_line(info.raw_cell), cell.args, cell.number) if outer is None or line is not None else None
+            cell.work = self.router.route(info.raw_cell, _line.without(info.raw_cell), cell.args, cell.number) if outer is None or line is not None else None
             if cell.work is not None:
                 self.shell.ast_transformers.append(cell.work.transformer)
             elif cell.args is not None:
@@ -399,43 +389,3 @@ def _runs_silently() -> bool:
         if frame.f_code.co_name == "_run_cell":
             return bool(frame.f_locals.get("silent"))
     return False
-
-
-def _without_line(raw: str) -> str:
-    """A cell as typed with our own line a comment; without it where another cell magic follows."""
-    lines = (raw or "").splitlines(keepends=True)
-    for clean in (leading_empty_lines, leading_indent, classic_prompt, ipython_prompt):
-        lines = clean(lines)
-    at = next((i for i, line in enumerate(lines) if _LINE.match(line)), None)
-    if at is None:
-        return raw
-    rest = next((line for line in lines[at + 1 :] if line.strip()), "")
-    return "".join(lines[:at] + ([] if rest.startswith("%%") else ["# " + lines[at]]) + lines[at + 1 :])
-
-
-def _same_below(lines: list[str], at: int) -> list[int]:
-    """The magic's line again, just below itself (empty lines between)."""
-    found: list[int] = []
-    for i in range(at + 1, len(lines)):
-        if _LINE.match(lines[i]):
-            found.append(i)
-        elif lines[i].strip():
-            break
-    return found
-
-
-def _find_line(raw: str | None) -> tuple[str | None, bool]:
-    """The magic's line in a cell as typed, without its name, and whether it stands below other cell magics."""
-    if not raw or f"%%{NAME}" not in raw:
-        return None, False
-    lines = raw.splitlines(keepends=True)
-    for clean in (leading_empty_lines, leading_indent, classic_prompt, ipython_prompt):  # as the shell does before our transformer
-        lines = clean(lines)
-    for i, line in enumerate(lines):
-        match = _LINE.match(line)
-        if match is not None:
-            more = (_LINE.match(lines[again]) for again in _same_below(lines, i))  # written twice, it is one with the flags of both
-            return " ".join(found.group(1) or "" for found in (match, *more) if found is not None).strip(), i > 0
-        if not line.startswith("%%"):
-            break
-    return None, False

@@ -29,6 +29,7 @@ ALLOWED = {
     "attribution": {"schema"},
     "tags": {"errors", "_optional", "schema"},
     "_jit": {"errors", "_optional"},
+    "_line": set(),
     "_cells": {"_optional"},
     "_torch_import": {"errors", "_optional"},
     "access": {"errors", "units", "_optional", "access"},  # the warp model: no GPU, no capture
@@ -51,7 +52,7 @@ ALLOWED = {
     "comparing": GROUND | {"recording", "analyses"},
     "cuda_cell": GROUND | {"gpu", "flags", "cuda_cell"},
     "verbs": GROUND | {"verbs", "access", "allocator", "gpu", "prediction", "searching", "holding", "sources", "analyses", "views", "flags", "memory_stats", "recording", ""},
-    "magics": GROUND | {"gpu", "prediction", "holding", "sources", "analyses", "views", "verbs", "flags", "history", "memory_stats", "recording"},
+    "magics": GROUND | {"_line", "gpu", "prediction", "holding", "sources", "analyses", "views", "verbs", "flags", "history", "memory_stats", "recording"},
 }
 # A capture shows, derives and reads itself for convenience, a verb speaks to the shell that runs it: such a call goes up, inside the function, and is listed here.
 LAZY_UP = {
