@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["Adopted", "adopt", "name_owners"]
+__all__ = ["Adopted", "adopt", "name_lines", "name_owners"]
 
 DEPTH = 4  # lists of dicts of tensors, and objects that hold modules
 
@@ -52,6 +52,47 @@ def name_owners(torch: Any, session: Any, values: Iterable[Any]) -> None:
                 for one in state.values() if isinstance(state, dict) else ():
                     if isinstance(one, torch.Tensor):
                         where._own(one, "optimizer_state", where._owners.get(parameter) if isinstance(parameter, torch.Tensor) else None)
+
+
+def name_lines(torch: Any, session: Any, names: dict[str, Any], lines: dict[str, tuple[str, int]], before: int) -> None:
+    """Say of what is on the device from before which line bound the name that holds it.
+
+    Parameters
+    ----------
+    lines
+        File and line by name.
+    before
+        The stack that stands for lines that are not known.
+    """
+    made, index_of = session.record.made, session.recorder.index_of
+    for name in sorted(lines.keys() & names.keys()):
+        for tensor in _held(torch, names[name], DEPTH, set()):
+            index = index_of(tensor)
+            if index is not None and made[index].stack == before:
+                made[index].stack = session.lines.number(((name, *lines[name]),))
+
+
+def _held(torch: Any, value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Tensors that a value holds, a few containers deep."""
+    if id(value) in seen or depth < 0:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any] = ()
+    if isinstance(value, torch.Tensor):
+        yield value
+        inner = [value.grad] if value.is_leaf and value.grad is not None else ()
+    elif isinstance(value, torch.nn.Module):
+        inner, depth = [*value.parameters(), *value.buffers()], 2
+    elif isinstance(value, torch.optim.Optimizer):
+        inner = list(value.state.values())
+    elif isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = list(value)
+    elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
+        inner = list(vars(value).values())
+    for one in inner:
+        yield from _held(torch, one, depth - 1, seen)
 
 
 class _Mover:

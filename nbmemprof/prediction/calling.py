@@ -74,7 +74,10 @@ def _run(line: Connection, what: Callable[[], Any], gpu: GPU, rules: str, choice
     torch.set_num_threads(1)
     try:
         with engine.Session(gpu, torch_rules=rules) as session:
-            fn, args, kwargs = what()
+            session.lines.end_at(_run.__code__)
+            session.lines.called_from(sys._getframe(1))
+            with session.lines.before(deciding.BEFORE):
+                fn, args, kwargs = what()
             deciding.again(torch, session, list(earlier))
             result = fn(*args, **kwargs)
             del result, args, kwargs

@@ -19,7 +19,9 @@ from nbmemprof.prediction import adopting
 from nbmemprof.prediction.earlier import Earlier, read
 from nbmemprof.units import format_bytes
 
-__all__ = ["again", "on_the_cpu", "reading"]
+__all__ = ["BEFORE", "again", "on_the_cpu", "reading"]
+
+BEFORE = "before the call"  # stands for the lines of what was there before, where they are not known
 
 
 def reading(call: Iterable[Any]) -> list[tuple[FunctionType, Earlier]]:
@@ -42,7 +44,9 @@ def again(torch: Any, session: Any, found: list[tuple[FunctionType, Earlier]]) -
         for name in sorted(earlier.hanging):
             if name in namespace and repr(namespace[name]) != before[name]:
                 session.record.assume(f"decided as on a GPU: {name} = {namespace[name]!r}")
-        moved = adopting.adopt(torch, session, {name: namespace[name] for name in sorted(earlier.placed & names) if name in namespace})
+        with session.lines.before(BEFORE) as before:
+            moved = adopting.adopt(torch, session, {name: namespace[name] for name in sorted(earlier.placed & names) if name in namespace})
+        adopting.name_lines(torch, session, namespace, {name: (_file(namespace, text), line) for name, (text, line) in earlier.lines.items() if name in names}, before)
         for name, size in moved.moved.items():
             session.record.assume(f"taken as on the GPU, where it would have been put: {name} ({format_bytes(size)})")
         for name, why in moved.left.items():
@@ -82,6 +86,11 @@ def _texts(namespace: dict[str, Any]) -> list[str]:
     module = sys.modules.get(str(namespace.get("__name__")))
     path = namespace.get("__file__") if module is not None and vars(module) is namespace else None
     return ["".join(linecache.getlines(path, namespace))] if path else []
+
+
+def _file(namespace: dict[str, Any], text: int) -> str:
+    """How the text of this number is called, of those that made these globals."""
+    return str(namespace.get("__file__") or f"In[{text}]")
 
 
 def _reached(function: FunctionType) -> set[str]:

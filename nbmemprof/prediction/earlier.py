@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 __all__ = ["Earlier", "read"]
@@ -24,19 +24,33 @@ class Earlier:
     again: list[str] = field(default_factory=list)
     placed: set[str] = field(default_factory=set)
     hanging: set[str] = field(default_factory=set)  # every name that hangs on the answer
+    lines: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → which text and line bound it last, or put it on the device
 
 
 def read(cells: Iterable[str]) -> Earlier:
     """Read cells in the order in which they ran; what does not parse is left out."""
     found = Earlier()
-    for cell in cells:
+    for number, cell in enumerate(cells):
         try:
             tree = ast.parse(cell)
         except (SyntaxError, ValueError):
             continue
         for statement in tree.body:
             _statement(statement, found)
+            for name, line in _bound(statement):
+                found.lines[name] = (number, line)
     return found
+
+
+def _bound(statement: ast.stmt) -> Iterator[tuple[str, int]]:
+    """Names that a statement binds or calls ``to`` or ``cuda`` of, with the line; what is in functions and classes is theirs."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, ast.stmt):
+            yield from ((name, node.lineno) for name in _targets(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda") and (base := _base(node.func)):
+            yield base, node.lineno
 
 
 def _statement(node: ast.stmt, found: Earlier) -> None:

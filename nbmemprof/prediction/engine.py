@@ -11,6 +11,7 @@ from nbmemprof import _optional
 from nbmemprof.prediction import composites, habits, kernels, legal, patches
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.kernels import encoder
+from nbmemprof.prediction.lines import Lines
 from nbmemprof.prediction.memory import Memory
 from nbmemprof.prediction.recorder import Record, recorder_class
 from nbmemprof.prediction.rules import Rules
@@ -26,6 +27,7 @@ class Session:
     def __init__(self, gpu: GPU, *, torch_rules: str | None = None, limit_bytes: int | None = None) -> None:
         self.gpu, self.version = gpu, torch_rules or gpu.torch
         self.record = Record()
+        self.lines = Lines(self.record.stacks)
         self.limit_bytes = limit_bytes
         self._stack = contextlib.ExitStack()
 
@@ -49,7 +51,7 @@ class Session:
             stack.enter_context(_no_log("torch._subclasses.fake_tensor"))  # an error is raised to whom it belongs; it needs no log
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             stack.enter_context(mode_class(allow_non_fake_inputs=True))
-            self.recorder = recorder_class(torch)(self.record, where, shadows, rules)
+            self.recorder = recorder_class(torch)(self.record, where, shadows, rules, lines=self.lines)
             self.where = where
             where.index_of = self.recorder.index_of
             stack.enter_context(self.recorder)
@@ -99,6 +101,7 @@ def fake_run(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[st
         This torch's internals are not known.
     """
     with Session(device_row, torch_rules=torch_rules) as session:
+        session.lines.end_at(fake_run.__code__)
         result = fn(*args, **(kwargs or {}))
         del result
     return session.record

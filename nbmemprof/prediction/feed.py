@@ -86,10 +86,13 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
     whole = device._trace[: int(device._model.m[M.AT])].reshape(-1, M.WORDS)
     trace = whole[opening.rows :]
     stats = device.stats()
-    events = _events(trace)
-    pictures = [picture(snapshot, number) for number, snapshot in enumerate([*([opening.snapshot] if since else []), device.snapshot()])]
-    marks = _marks(record, trace)
-    tables = {"events": events, "hints": _hints(record, trace), "segments": pl.concat([s for s, _ in pictures]), "blocks": pl.concat([b for _, b in pictures]), "marks": marks}
+    stacks = stack_ids(record, whole)
+    ends = [*([(opening.snapshot, opening.rows)] if since else []), (device.snapshot(), len(whole))]
+    pictures = [_with_stacks(picture(snapshot, number), whole[:at], stacks[:at]) for number, (snapshot, at) in enumerate(ends)]
+    tables = {
+        "events": _events(trace, stacks[opening.rows :]), "hints": _hints(record, trace), "segments": pl.concat([s for s, _ in pictures]), "blocks": pl.concat([b for _, b in pictures]),
+        "marks": _marks(record, trace), "stacks": stack_table(record, stacks),
+    }  # fmt: skip
     counters = {
         "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
         "start_allocated_bytes": opening.allocated, "start_reserved_bytes": opening.reserved,
@@ -117,7 +120,7 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
         counters={"0": counters}, assumptions=[{"what": what, "count": count} for what, count in sorted(assumptions.items())], kernels=dict(record.kernels), **meta,
     )  # fmt: skip
     if since:
-        made.tables["allocations"] = _known_before(made.tables["allocations"], record, whole[: opening.rows])
+        made.tables["allocations"] = _known_before(made.tables["allocations"], record, whole[: opening.rows], stacks[: opening.rows])
     return made
 
 
@@ -149,8 +152,8 @@ class _Opening:
         device.reset_peak_stats()
 
 
-def _known_before(rows: pl.DataFrame, record: Record, before: Any) -> pl.DataFrame:
-    """What the allocations of the opening balance are for."""
+def _known_before(rows: pl.DataFrame, record: Record, before: Any, stacks: Any) -> pl.DataFrame:
+    """What the allocations of the opening balance are for, and which lines made them."""
     at = np.flatnonzero(before[:, 0] == M.ALLOC)
     events = np.asarray(record.events, np.int64)
     made = [record.made[i] for i in events[before[at, 5] // M.WORDS].tolist()]
@@ -158,11 +161,11 @@ def _known_before(rows: pl.DataFrame, record: Record, before: Any) -> pl.DataFra
     known = pl.DataFrame(
         {
             "addr": pl.Series(before[at, 1].astype(np.uint64)), "at_start": True, "_category": [w for w, _ in words], "_evidence": [e for _, e in words],
-            "_layer": pl.Series([m.layer for m in made], dtype=pl.String), "_op": pl.Series([m.op for m in made], dtype=pl.String),
+            "_layer": pl.Series([m.layer for m in made], dtype=pl.String), "_op": pl.Series([m.op for m in made], dtype=pl.String), "_stack_id": _known(stacks[at]),
         }
     ).unique("addr", keep="last", maintain_order=True)  # fmt: skip
     joined = rows.join(known, on=["addr", "at_start"], how="left", maintain_order="left")
-    names = ("category", "evidence", "layer", "op")
+    names = ("category", "evidence", "layer", "op", "stack_id")
     return joined.with_columns(pl.coalesce(pl.col("_" + name).cast(rows.schema[name]), name).alias(name) for name in names).select(rows.columns)
 
 
@@ -174,14 +177,46 @@ def outside_bytes(gpu: GPU, record: Record) -> int:
     return max(reached) << 20
 
 
-def _events(trace: Any) -> pl.DataFrame:
+def _events(trace: Any, stacks: Any) -> pl.DataFrame:
     kind = trace[:, 0]
     addr = pl.Series(np.where(kind == M.OOM, 0, trace[:, 1]).astype(np.uint64))
     columns = {
         "device": 0, "kind": "device", "source": "torch", "seq": np.arange(len(trace)), "action": pl.Series(kind).replace_strict(_ACTIONS, return_dtype=pl.String),
-        "addr": addr.set(pl.Series(kind == M.OOM), None) if len(addr) else addr, "requested_bytes": trace[:, 2], "stream": trace[:, 3], "pool_id": "0_0",
+        "addr": addr.set(pl.Series(kind == M.OOM), None) if len(addr) else addr, "requested_bytes": trace[:, 2], "stream": trace[:, 3], "pool_id": "0_0", "stack_id": _known(stacks),
     }  # fmt: skip
     return schema.fill("events", columns, len(trace))
+
+
+def stack_ids(record: Record, trace: Any) -> Any:
+    """Number of the stack that caused each row of a trace: a request, and what the device was asked for its sake; 0 where none is known."""
+    events = np.asarray(record.events, np.int64)
+    stacks = np.asarray([*(made.stack for made in record.made), 0], np.int64)
+    source = events[trace[:, 5] // M.WORDS] if len(trace) else np.zeros(0, np.int64)
+    return stacks[np.where((source >= 0) & (source != EMPTY_CACHE), source, -1)]
+
+
+def stack_table(record: Record, stacks: Any) -> pl.DataFrame:
+    """The table ``stacks`` of these numbers."""
+    rows = [(int(number), depth, *frame) for number in np.unique(stacks) if number for depth, frame in enumerate(record.stacks[number])]
+    return schema.fill("stacks", dict(zip(("stack_id", "depth", "function", "filename", "line"), zip(*rows, strict=True), strict=True)) if rows else {}, len(rows))
+
+
+def _known(stacks: Any) -> pl.Series:
+    """Numbers of stacks as a column, 0 as null."""
+    return pl.Series(np.asarray(stacks, np.uint32)).replace(0, None)
+
+
+def _with_stacks(tables: tuple[pl.DataFrame, pl.DataFrame], trace: Any, stacks: Any) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """A picture's segments and blocks with the lines that made them."""
+    return _placed(tables[0], trace, stacks, M.SEGMENT_ALLOC, M.SEGMENT_MAP), _placed(tables[1], trace, stacks, M.ALLOC)
+
+
+def _placed(rows: pl.DataFrame, trace: Any, stacks: Any, *kinds: int) -> pl.DataFrame:
+    at = np.flatnonzero(np.isin(trace[:, 0], kinds))
+    made = pl.DataFrame({"addr": trace[at, 1].astype(np.uint64), "_stack": _known(stacks[at])}).unique("addr", keep="last", maintain_order=True)
+    joined = rows.join(made, on="addr", how="left", maintain_order="left")
+    used = pl.col("state") != "inactive" if "state" in rows.columns else pl.lit(value=True)
+    return joined.with_columns(pl.when(used).then("_stack").cast(rows.schema["stack_id"]).alias("stack_id")).select(rows.columns)
 
 
 def _hints(record: Record, trace: Any) -> pl.DataFrame:

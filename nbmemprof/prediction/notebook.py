@@ -105,7 +105,7 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
         The child ended early, or this torch can't be faked.
     """
     earlier = _earlier(history)
-    job = serving.Job(text, number or 0, tuple(failed), earlier)
+    job = serving.Job(text, number or 0, tuple((_number_of(shell, one, number or 0), one) for one in failed), earlier)
     started, zero = datetime.now(UTC).astimezone().isoformat(timespec="seconds"), _clock()
     hearing = _run(shell, job, wanted, quiet)
     if "refused" in hearing.others:
@@ -130,7 +130,7 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
 
 def _run(shell: Any, job: serving.Job, wanted: Asked, quiet: Callable[[], None], *, silent: bool = False) -> Hearing:
     """Run a job in a child, forked where that is safe; ``silent``: its output was shown before."""
-    why = next(filter(None, (fork_hurts(shell, shell.transform_cell(text)) for text in (job.text, *job.failed))), None)
+    why = next(filter(None, (fork_hurts(shell, shell.transform_cell(text)) for text in (job.text, *(text for _, text in job.failed)))), None)
     if why is None:
         hearing = _listen(shell, forked(lambda line: serving.copy(line, shell, wanted.gpu, job, quiet), wanted.limits), wanted, silent=silent)
         if "refused" in hearing.others and _cuda_build():
@@ -167,8 +167,14 @@ def _earlier(history: Sequence[str]) -> Earlier:
     found = read(history)
     torch = _optional.loaded("torch")
     if torch is None or not (found.again or found.placed) or torch.cuda.is_available():
-        return Earlier()
+        return Earlier(lines=found.lines)
     return found
+
+
+def _number_of(shell: Any, text: str, other: int) -> int:
+    """The number under which a cell ran last; ``other`` where none is known."""
+    texts = list(shell.history_manager.input_hist_raw) if shell.history_manager is not None else []
+    return max((number for number, one in enumerate(texts) if one == text), default=other)
 
 
 def _clock() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Allocation:
     category: str | None = None
     evidence: str | None = None
     ended: str | None = None  # phase in which it went; "" outside of phases, None: it did not
+    stack: int = 0  # in ``Record.stacks``; 0: not recorded
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Record:
 
     ``events`` in order: index of an allocation when it is made, its complement (``~index``) when it goes, :data:`EMPTY_CACHE`. ``assumptions``
     counts what had to be assumed, by its text. ``slack`` are bytes of allocations that a rule only bounds: (index, low, high).
+    ``stacks``: call stacks by their number, each frame ``(function, file, line)``, innermost first.
     """
 
     events: list[int] = field(default_factory=list)
@@ -41,6 +44,7 @@ class Record:
     used: set[str] = field(default_factory=set)  # libraries that were met: blas, second_blas, cudnn, fft, solver
     kernels: dict[str, int] = field(default_factory=dict)  # attention kernels that were chosen, with how often
     marks: list[tuple[int, str, str]] = field(default_factory=list)  # (number of events so far, kind, name)
+    stacks: list[tuple[tuple[str, str, int | None], ...]] = field(default_factory=lambda: [()])
 
     def assume(self, what: str) -> None:
         """Count an assumption."""
@@ -66,8 +70,9 @@ def recorder_class(torch: Any) -> type:
     class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Calls the operator, then looks at what is new."""
 
-        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any, kind: str = "cuda") -> None:
+        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any, kind: str = "cuda", lines: Any = None) -> None:
             super().__init__()
+            self.lines = lines  # None: no lines are recorded
             self.kind = kind  # of device whose storages are written down
             self.record, self.where, self.shadows, self.rules = record, where, shadows, rules
             self.live: dict[int, _Gone] = {}
@@ -186,7 +191,8 @@ def recorder_class(torch: Any) -> type:
             index = len(record.made)
             layer, phase, step = self.where.now()
             self.node_of[index] = self.where.node
-            record.made.append(Allocation(nbytes, op.removeprefix("aten::"), layer, phase, step, category, evidence))
+            stack = 0 if self.lines is None else self.lines.of(sys._getframe(1))
+            record.made.append(Allocation(nbytes, op.removeprefix("aten::"), layer, phase, step, category, evidence, stack=stack))
             self.sizes[index] = nbytes
             record.events.append(index)
             return index

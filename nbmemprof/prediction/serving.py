@@ -33,6 +33,7 @@ from nbmemprof.units import format_bytes
 __all__ = ["Job", "Setting", "copy", "current", "serve"]
 
 current: Lasting | None = None  # the session that lives in this process
+BEFORE = "earlier cells"  # stands for the lines of what was there before, where they are not known
 _SKIPPED = re.compile(r"^\s*(?:!|%pip|%conda|%memprof\b|%load_ext\s+nbmemprof|%reload_ext\s+nbmemprof|%unload_ext\s+nbmemprof)")
 _SKIPPED_CELLS = ("bash", "sh", "script", "writefile", "html", "javascript", "js", "cmd", "system", "sx", "!")
 
@@ -43,7 +44,7 @@ class Job:
 
     text: str
     number: int
-    failed: tuple[str, ...] = ()
+    failed: tuple[tuple[int, str], ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
     choices: dict[Any, str] = field(default_factory=dict)  # attention kernels that were seen on the GPU
 
@@ -120,7 +121,8 @@ def _shell(setting: Setting) -> Any:
 
 
 def _namespace(line: Connection, shell: Any, session: Any, packed: carrying.Packed) -> None:
-    carrying.unpack(packed, shell, session)
+    with session.lines.before(BEFORE):
+        carrying.unpack(packed, shell, session)
 
 
 def _again(line: Connection, shell: Any, session: Any, cells: list[tuple[int, str]]) -> None:
@@ -232,14 +234,16 @@ def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[st
     if changed:
         said.append(f"decided as on a GPU: {', '.join(f'{name} = {namespace[name]!r}' for name in sorted(changed) if name in namespace)}")
     live = {name: value for name, value in namespace.items() if not name.startswith("_") and name in job.earlier.placed}
-    adopted = adopting.adopt(torch, session, live)
+    with session.lines.before(BEFORE) as before:
+        adopted = adopting.adopt(torch, session, live)
+    adopting.name_lines(torch, session, namespace, {name: (f"In[{cell}]", line) for name, (cell, line) in job.earlier.lines.items()}, before)
     if adopted.moved:
         said.append("taken as on the GPU, where earlier cells would have put it: " + ", ".join(f"{name} ({format_bytes(size)})" for name, size in adopted.moved.items()))
     said += [f"left on the CPU: {name} ({why})" for name, why in adopted.left.items()]
-    for text in job.failed:
+    for number, text in job.failed:
         doing(f"an earlier cell that failed for want of a GPU ({text.strip().partition(chr(10))[0]!r})")
         with _mute(shell) as errors:
-            ran = _run(shell, text, job.number)
+            ran = _run(shell, text, number)
         said.append("an earlier cell that failed here for want of a GPU was run first" if ran.success else f"an earlier cell that failed for want of a GPU fails in the prediction too: {errors[-1] if errors else '?'}")
     doing("")
     return said

@@ -18,6 +18,7 @@ from typing import Any
 from nbmemprof.prediction import raising
 from nbmemprof.prediction.child import relax
 from nbmemprof.prediction.habit_operators import unknown_operator
+from nbmemprof.prediction.lines import BETWEEN
 
 __all__ = ["Stream", "pruned", "speak"]
 
@@ -115,11 +116,6 @@ def speak(shell: Any, line: Connection) -> None:
     getpass.getpass = lambda prompt="Password: ", _stream=None: ask(prompt, hidden=True)  # type: ignore[assignment]
 
 
-# what stands between the user's call and the operator in a fake run, and would not on a GPU
-_BETWEEN = ("/nbmemprof/prediction/", "/torch/_subclasses/", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/", "/torch/utils/_stats.py", "/torch/_prims_common/", "/torch/_decomp/", "/torch/_refs/",
-            "/torch/_meta_registrations.py", "/torch/utils/_pytree.py", "/torch/utils/_python_dispatch.py", "/torch/_library/", "/torch/fx/experimental/")  # fmt: skip
-
-
 def pruned(kind: Any, value: BaseException, trace: TracebackType | None) -> tuple[Any, BaseException, TracebackType | None]:
     """An error without the frames of the fake run itself, also in those that led to it."""
     said = unknown_operator(value)
@@ -139,7 +135,7 @@ def pruned(kind: Any, value: BaseException, trace: TracebackType | None) -> tupl
 def _short(trace: TracebackType | None) -> TracebackType | None:
     rows = []
     while trace is not None:
-        if not any(part in trace.tb_frame.f_code.co_filename for part in _BETWEEN):
+        if not any(part in trace.tb_frame.f_code.co_filename for part in BETWEEN):
             rows.append(trace)
         trace = trace.tb_next
     made: TracebackType | None = None

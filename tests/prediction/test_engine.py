@@ -22,7 +22,7 @@ from nbmemprof.prediction.catalogue import find
 from nbmemprof.prediction.engine import Session, fake_run
 from nbmemprof.prediction.kernels.reduction import buffer_bytes
 from nbmemprof.prediction.recorder import Record
-from nbmemprof.views import findings
+from nbmemprof.views import findings, text
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "prediction"
 H200 = find("H200")
@@ -235,10 +235,52 @@ def test_the_layers_of_one_training_step_are_no_iterations_of_a_leak():
             kept.append(torch.randn(1 << 18, device="cuda") + torch.ones(1 << 16, device="cuda").repeat(4))
 
     assert mp.leaks(captured(fake_run(step, device_row=H200))).is_empty()
-    grown = captured(fake_run(grows, device_row=H200))
-    assert mp.leaks(grown)["leak_bytes"].to_list() == [20 << 20]
-    said = next(one for one in findings.findings(grown) if "more every iteration" in one)
-    assert said.startswith("Judged by sizes alone (no lines were recorded), something keeps 1 MiB more every iteration")
+    record = fake_run(grows, device_row=H200)
+    line = f"test_engine.py:{grows.__code__.co_firstlineno + 2}"
+    for subject in (line, "Judged by sizes alone (no lines were recorded), something"):
+        grown = captured(record)
+        assert mp.leaks(grown)["leak_bytes"].to_list() == [20 << 20]
+        said = next(one for one in findings.findings(grown) if "more every iteration" in one)
+        assert said.startswith(f"{subject} keeps 1 MiB more every iteration")
+        for made in record.made:
+            made.stack = 0
+
+
+@pytest.mark.cost(0.4)
+def test_every_view_of_a_prediction_speaks_of_the_lines_that_asked():
+    held: list[Any] = []
+
+    def step() -> None:
+        for number in range(40):
+            made = torch.zeros(3 << 18, device="cuda")
+            if number % 2:
+                held.append(made)  # the others leave holes
+
+    made = captured(fake_run(step, device_row=H200))
+    line = f"test_engine.py:{step.__code__.co_firstlineno + 2}"
+    assert set(mp.holes(made)["site"]) == {line} and "unrecorded" not in text.report(made)
+    assert mp.fragmentation(made)["pinned_by"].drop_nulls().str.contains(f"{line} (", literal=True).all()
+    assert mp.sites(made)["site"].to_list() == [line]
+    in_use = made.blocks.filter(made.blocks["state"] != "inactive")
+    assert made.allocations["stack_id"].null_count() == in_use["stack_id"].null_count() == made.segments["stack_id"].null_count() == 0
+    assert made.stacks.filter(made.stacks["depth"] == 0)["filename"].str.ends_with("test_engine.py").all()  # nothing of the fake run itself
+
+
+@pytest.mark.cost(0.4)
+def test_backward_has_the_line_that_called_it_and_a_module_the_users_call():
+    def step() -> None:
+        net = torch.nn.Linear(512, 512, device="cuda")
+        loss = net(torch.ones(64, 512, device="cuda")).sum()
+        loss.backward()
+
+    first = step.__code__.co_firstlineno
+    made = captured(fake_run(step, device_row=H200))
+    rows = made.allocations
+    sites = dict(zip(*[mp.sites(made)[name].to_list() for name in ("site", "function")], strict=True))
+    assert set(sites) == {f"test_engine.py:{first + n}" for n in (1, 2, 3)} and set(sites.values()) == {"step"}
+    gradients = rows.filter(rows["phase"].cast(str) == "backward")["stack_id"].unique()
+    top = made.stacks.filter(made.stacks["stack_id"].is_in(gradients.implode()), made.stacks["function"] == "step")
+    assert set(top["line"]) == {first + 3}
 
 
 # ---------------------------------------------------------------------- nothing stays behind, nothing crashes

@@ -79,6 +79,10 @@ def test_early_cells_are_decided_again_and_nothing_here_changes(notebook, shell)
     assert held["optimizer_state"] >= 2 * parameters  # two moments, made in the cell
     assert mp.summary(capture)["start_allocated_bytes"].item() >= parameters  # the model is an opening balance
     assert any("device = 'cuda'" in said for said in capture.meta["warnings"])
+    lines = dict(mp.sites(capture).select("site", "size_bytes").iter_rows())
+    cell = shell.execution_count - 1
+    assert set(lines) == {f"In[{cell - 2}]:1", f"In[{cell - 1}]:2", f"In[{cell}]:3", f"In[{cell}]:4"}  # the model of an earlier cell, y, and the step's
+    assert parameters <= lines[f"In[{cell - 2}]:1"] < parameters + 4 * 512
 
 
 @pytest.mark.cost(0.5)
