@@ -16,7 +16,7 @@ from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.analyses._lists import free_lists, is_private, nominal_bytes
 from nbmemprof.analyses._pinning import NOWHERE, pinning
 from nbmemprof.analyses._sites import site_of_stacks
-from nbmemprof.analyses._trials import inferred_limits, recorded_settings
+from nbmemprof.analyses._trials import inferred_limits, inferred_retries, recorded_settings
 from nbmemprof.analyses.oom import explained
 from nbmemprof.analyses.stalls import ALLOC, CALLS, DONE, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, codes_of, stalls
 from nbmemprof.capture import Capture
@@ -347,15 +347,25 @@ def device_calls(seen: Seen) -> Iterator[Finding]:
             continue
         top = whole.sort("time_us", descending=True).row(0, named=True)
         least, most = float(whole["least_us"].sum()), float(whole["most_us"].sum())
-        back = f", {retries['count'][0]} times after giving memory back ({format_time_us(retries['time_us'][0])})" if retries.height else ""
+        back = f", {_times(retries['count'][0])} after giving memory back ({format_time_us(retries['time_us'][0])})" if retries.height else ""
         where = f", most of it at {top['site']}" if top["site"] else ""
         yield Finding(
             "device_calls",
-            f"Allocator stalls took {100 * share:.0f} % of this time: {format_time_us(spent)} in {int(whole['count'].sum())} device calls{back}{where}.",
+            f"Allocator stalls took {100 * share:.0f} % of this time: about {format_time_us(spent)} in {int(whole['count'].sum())} device calls{back}{where}.",
             f"Estimated from the gaps in the trace, between {format_time_us(least)} and {format_time_us(most)}.",
-            "Memory is tight: a smaller batch, or a higher limit, keeps the cache." if retries.height else "Warm up with the largest batch first; the cache then serves the rest.",
+            _why_back(seen, device) if retries.height else "Warm up with the largest batch first; the cache then serves the rest.",
             0, rank, device,
         )  # fmt: skip
+
+
+def _why_back(seen: Seen, device: int | None) -> str:
+    """Memory is tight, or the program empties the cache: what is known of it."""
+    known = inferred_retries(seen.capture).get(device) if seen.replayed else None
+    if known == 0 and not (seen.capture.tables["events"]["action"] == "oom").any():
+        return "By the replay no request was retried: the program gives its cache back. Leave torch.cuda.empty_cache() out, and the cache serves what follows."
+    if known or seen.capture.meta.get("source") == "torch_history":  # which has a mark of every empty_cache()
+        return "Memory is tight: a smaller batch, or a higher limit, keeps the cache."
+    return "Either memory is tight, and a smaller batch or a higher limit keeps the cache; or the program calls torch.cuda.empty_cache(), which costs just this."
 
 
 def _times(count: int) -> str:

@@ -21,7 +21,7 @@ from nbmemprof.allocator.what_if import what_if
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_count
 
-__all__ = ["MOST_EVENTS", "Trials", "inferred_limits", "recorded_settings", "serving", "trials", "why_not"]
+__all__ = ["MOST_EVENTS", "Trials", "inferred_limits", "inferred_retries", "recorded_settings", "serving", "trials", "why_not"]
 
 MOST_EVENTS = 300_000
 _REFUSALS = 4  # of a device, that are asked for again under other settings
@@ -58,6 +58,11 @@ def recorded_settings(capture: Capture) -> Settings:
 def inferred_limits(capture: Capture) -> dict[int | None, int]:
     """Torch's own limit by device, as an exact replay has it."""
     return {one.recording.key[1]: one.limit_bytes for one in as_recorded(capture, None, None, None) if one.exact and one.limit_bytes is not None}
+
+
+def inferred_retries(capture: Capture) -> dict[int | None, int]:
+    """Requests that torch made again after it had emptied its cache, by device, as an exact replay counts them."""
+    return {one.recording.key[1]: int(one.model.m[M.RETRIES]) for one in as_recorded(capture, None, None, None) if one.exact}
 
 
 def why_not(capture: Capture) -> str | None:

@@ -19,6 +19,7 @@ Codes = npt.NDArray[np.int8]
 CALLS = ("segment_alloc", "segment_map", "segment_free", "segment_unmap")
 ALLOC, SEGMENT_ALLOC, SEGMENT_MAP, SEGMENT_FREE, SEGMENT_UNMAP, DONE, OOM, OTHER = range(8)
 _CODES = {"alloc": ALLOC, **dict(zip(CALLS, range(1, 5), strict=True)), "free_completed": DONE, "oom": OOM}
+_SOME = 8  # calls of a kind from which quartiles tell what is usual
 _SCHEMA: dict[str, Any] = {
     "device": pl.Int64, "rank": pl.Int64, "what": pl.String, "count": pl.Int64, "size_bytes": pl.Int64, "time_us": pl.Float64, "least_us": pl.Float64,
     "most_us": pl.Float64, "share": pl.Float64, "site": pl.String, "origin": pl.String,
@@ -29,7 +30,9 @@ def stalls(capture: Capture) -> pl.DataFrame:
     """How much time did device calls, flushes and retries take?
 
     A trace has moments, not durations. What passes between two device calls of one request is the driver's; what passes before
-    its first one may be the program's too: it is estimated as what exceeds the usual gap before a request of the same line.
+    its first one may be the program's too: it is estimated as what exceeds the usual gap before a request of the same line. A gap
+    far longer than those before the other calls of its kind (above their third quartile and three times the distance of the quartiles, as
+    where a library is loaded or a graph captured) counts with that much: the rest is not the driver's, or can't be told from it.
 
     Parameters
     ----------
@@ -39,7 +42,8 @@ def stalls(capture: Capture) -> pl.DataFrame:
     Returns
     -------
     One row a device and ``what``: ``segment_alloc segment_map segment_free segment_unmap``, and ``retry``: memory given back right
-    before new memory was asked for, whole (of the rows before, so do not add it; an ``empty_cache()`` at that place looks the same);
+    before new memory was asked for, whole (of the rows before, so do not add it; an ``empty_cache()`` at that place looks the same, where the
+    recording has no mark of it);
     ``count size_bytes``; ``time_us``, the estimate, between ``least_us`` (surely the driver's) and ``most_us``; ``share`` of the time
     from the device's first event to its last (``recording["seconds"]`` where that is longer); ``site`` of the line with most of that
     time; ``origin``. Times are null where the trace has no clock, or events were dropped.
@@ -61,9 +65,10 @@ def _device(capture: Capture, curve: heap.Curve) -> list[dict[str, Any]]:
     estimate, least, most = _times(time, action, call, mine["stack_id"].fill_null(np.iinfo(np.uint32).max).to_numpy())
     seconds = (capture.meta.get("recording") or {}).get("seconds")
     span = max(float(time[-1] - time[0]), 1e6 * seconds if isinstance(seconds, (int, float)) else 0.0)
+    emptied = np.isin(np.r_[-1, mine["seq"].to_numpy()[:-1]], _emptied(capture, curve.key[1]))  # events right behind an empty_cache()
     rows = []
     for what in (*CALLS, "retry"):
-        chosen, count = _retries(action) if what == "retry" else ((at := action == _CODES[what]), int(at.sum()))
+        chosen, count = _retries(action, emptied) if what == "retry" else ((at := action == _CODES[what]), int(at.sum()))
         if not count:
             continue
         spent = float(estimate[chosen].sum())
@@ -89,11 +94,20 @@ def _times(time: Times, action: Codes, call: npt.NDArray[np.bool_], stack: npt.N
     base = np.array([by_stack.get(s, usual) for s in stack[call].tolist()])
     estimate, least, most = np.zeros_like(gap), np.zeros_like(gap), np.zeros_like(gap)
     estimate[call] = np.where(within[call], gap[call], np.maximum(gap[call] - base, 0.0))
+    for kind in range(SEGMENT_ALLOC, SEGMENT_UNMAP + 1):
+        _fence(estimate, (action == kind) & ~within)
     least[call], most[call] = np.where(within[call], gap[call], 0.0), gap[call]
     after = np.flatnonzero(ends & ((action == ALLOC) | (action == OOM)))  # refused, or served by what was there
     for into in (estimate, least, most):
         into[after - 1] += gap[after]
     return estimate, least, most
+
+
+def _fence(times: Times, chosen: npt.NDArray[np.bool_]) -> None:
+    """Bound what is far outside of the others (Tukey's outer fence)."""
+    if int(chosen.sum()) >= _SOME:
+        low, high = np.quantile(times[chosen], [0.25, 0.75])
+        times[chosen] = np.minimum(times[chosen], high + 3 * (high - low))
 
 
 def codes_of(action: pl.Series) -> Codes:
@@ -110,8 +124,13 @@ def _back(action: Codes) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _retries(action: Codes) -> tuple[npt.NDArray[np.bool_], int]:
-    """Runs of memory given back that end in new memory or a refusal, and that new memory."""
+def _emptied(capture: Capture, device: int | None) -> list[int]:
+    marks = capture.tables["marks"].filter(pl.col("kind").cast(pl.String) == "empty_cache", pl.col("device").is_null() | pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+    return [int(seq) for seq in marks["seq"].drop_nulls()]
+
+
+def _retries(action: Codes, emptied: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], int]:
+    """Runs of memory given back that end in new memory or a refusal, and that new memory; a run with a mark (``emptied``) at its beginning is the program's own doing."""
     back, new = _back(action), (action == SEGMENT_ALLOC) | (action == SEGMENT_MAP)
     run = back | (action == DONE)
     chosen, count = np.zeros(len(action), bool), 0
@@ -119,11 +138,12 @@ def _retries(action: Codes) -> tuple[npt.NDArray[np.bool_], int]:
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     some = np.diff(np.r_[0, np.cumsum(back)][np.stack([starts, ends], axis=1)], axis=1)[:, 0] > 0
     for start, end in zip(starts[some].tolist(), ends[some].tolist(), strict=True):
-        if end < len(action) and (new[end] or action[end] == OOM):
+        begin = start + int(np.argmax(back[start:end]))
+        if end < len(action) and (new[end] or action[end] == OOM) and not emptied[start : begin + 1].any():
             stop = end
             while stop < len(action) and new[stop]:
                 stop += 1
-            chosen[start + int(np.argmax(back[start:end])) : stop] = True
+            chosen[begin:stop] = True
             count += 1
     return chosen & (back | new), count
 

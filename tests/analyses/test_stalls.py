@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import polars as pl
 import pytest
 from modelled import MIB, loaded
 from strategies import Allocator, frames
 
 import nbmemprof as mp
+from nbmemprof import schema
 from nbmemprof.allocator import Device
 from nbmemprof.analyses.advise import advise
 from nbmemprof.analyses.stalls import stalls
@@ -43,6 +45,47 @@ def test_what_exceeds_the_usual_gap_of_the_line_is_the_drivers():
 
 def test_a_call_no_slower_than_the_line_costs_nothing():
     assert stalls(timed(plain(), [0, 1, 10, 10, 8, 1]))["time_us"].to_list() == [0.0]
+
+
+def test_a_gap_far_beyond_those_of_the_other_calls_is_not_the_drivers():
+    """The first call comes after a library was loaded: only as much of its gap as calls of that kind take at most is counted."""
+    a = Allocator()
+    for _ in range(10):
+        a.malloc(30 * MIB, SITE)
+    assert [e["action"] for e in a.trace] == ["segment_alloc", "alloc"] * 10
+    gaps = [0, 0] + [g for i in range(1, 9) for g in (100 + i, 0)] + [5_000_000, 0]
+    row = stalls(timed(a.snapshot(), gaps)).row(0, named=True)
+    usual = sum(range(101, 109))
+    assert usual < row["time_us"] < usual + 200
+    assert row["most_us"] == usual + 5_000_000
+
+
+def test_few_calls_are_counted_as_they_are():
+    assert stalls(timed(plain(), [0, 1, 10, 10, 5_000_010, 1]))["time_us"].to_list() == [5_000_000.0]
+
+
+def test_memory_that_the_program_gives_back_itself_is_no_retry():
+    """The mark of an ``empty_cache()`` stands right before the run."""
+    snap = retried()
+    cap = timed(snap, [0, 1, 5, 1, 5, 5, 300, 700, 1])
+    before = int(cap.events.filter(pl.col("action") == "segment_free")["seq"][0]) - 1
+    mark = schema.fill("marks", {"device": 0, "seq": [before], "kind": "empty_cache", "name": "torch.cuda.empty_cache()"}, 1)
+    marked = Capture.build({**cap.tables, "marks": mark}, **cap.meta)
+    assert "retry" in stalls(cap)["what"].to_list()
+    assert "retry" not in stalls(marked)["what"].to_list()
+
+
+def test_what_made_torch_give_memory_back_is_said_as_far_as_it_is_known():
+    gaps = [0, 1, 5, 1, 5, 5, 300, 700, 1]
+    told = {replay: advise(timed(retried(), gaps), replay=replay).filter(rule="device_calls")["action"][0] for replay in (False, True)}
+    assert told[False].startswith("Either memory is tight")
+    device = Device()
+    device.malloc(60 * MIB)
+    device.free(device.malloc(30 * MIB))
+    device.empty_cache()
+    device.malloc(40 * MIB)
+    emptied = timed(device.snapshot(), gaps)
+    assert advise(emptied, replay=True).filter(rule="device_calls")["action"][0].startswith("By the replay no request was retried")
 
 
 def retried() -> dict:
@@ -93,6 +136,6 @@ def test_no_device_calls_no_rows():
 def test_stalls_are_said_with_their_share():
     found = advise(timed(plain(), [0, 1, 10, 10, 510, 1]), replay=False)
     row = found.filter(rule="device_calls").row(0, named=True)
-    assert row["finding"] == "Allocator stalls took 94 % of this time: 500 µs in 2 device calls, most of it at train.py:5."
+    assert row["finding"] == "Allocator stalls took 94 % of this time: about 500 µs in 2 device calls, most of it at train.py:5."
     assert "between 0 µs and 510 µs" in row["evidence"]
     assert advise(timed(plain(), [0, 1, 10, 10, 8, 1]), replay=False).filter(rule="device_calls").is_empty()
