@@ -10,35 +10,24 @@ Without a GPU the stages run small on the CPU, to see that the script works.
 from __future__ import annotations
 
 import contextlib
-import gc
 import gzip
-import json
-import os
 import pickle
 import statistics
-import subprocess
 import sys
 import tarfile
 import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from _recording import Stages, versions, without_paths
 
-ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-STAGES: dict[str, Callable[[Path], dict[str, Any]]] = {}
-ALONE = ("cost", "others")  # timed, so nothing else may run
-
-
-def stage(function: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
-    STAGES[function.__name__] = function
-    return function
+stage = Stages(
+    __file__, lambda: {"versions": versions("transformers", "timm", "peft")}, limits={"": 150}, jobs=6 if ON_GPU else 1, alone=("cost", "others"),  # timed, so nothing else may run
+)  # fmt: skip
 
 
 def small(large: Any, tiny: Any) -> Any:
@@ -85,14 +74,7 @@ def keep(out: Path, name: str, start: Any, begin_us: float) -> dict[str, Any]:
     observer.look(everywhere=True)
     log = _placing.Log.of(observer)
     end = torch._C._cuda_memoryStats(0)
-    snapshot = torch.cuda.memory._snapshot()
-    seen: set[int] = set()
-    for frame in (f for e in [*snapshot["device_traces"][0], *snapshot["segments"], *(b for s in snapshot["segments"] for b in s["blocks"])] for f in e.get("frames", ())):
-        if id(frame) not in seen:
-            seen.add(id(frame))
-            place = frame["filename"]
-            frame["filename"] = "lib/site-packages/" + place.rpartition("/site-packages/")[2] if "/site-packages/" in place else Path(place).name
-    snapshot["device_traces"] = snapshot["device_traces"][:1]
+    snapshot = without_paths(torch.cuda.memory._snapshot())
     plain = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in vars(log).items()}
     plain["caches"] = [(record, clock, tuple(shape), padded) for record, clock, shape, padded in log.caches]
     plain["routing"] = [tuple(call) for call in log.routing]
@@ -469,44 +451,16 @@ def others(out: Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- running them
-def one(name: str, out: Path) -> int:
-    begin = time.perf_counter()
-    try:
-        numbers, code = STAGES[name](out), 0
-    except BaseException:
-        numbers, code = {"failed": traceback.format_exc()}, 1
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip() if ON_GPU else "CPU"
-    versions = {"torch": torch.__version__, "python": sys.version.split()[0]} | {n: sys.modules[n].__version__ for n in ("transformers", "timm", "peft") if n in sys.modules}
-    head = {"stage": name, "what": (STAGES[name].__doc__ or "").strip(), "command": f"python tests/gpu/record_attribution.py OUT {name}", "device": driver, "versions": versions, "date": datetime.now(UTC).date().isoformat()}
-    (out / f"{name}.json").write_text(json.dumps(head | {"numbers": numbers}, indent=1, default=str))
-    print(f"== {name} ({time.perf_counter() - begin:.1f} s)\n{numbers['failed'][-1500:] if code else json.dumps(numbers, default=str)[:1400]}", flush=True)
-    gc.collect()
-    return code
-
-
 def main(arguments: list[str]) -> int:
-    out = Path(arguments[0])
-    out.mkdir(parents=True, exist_ok=True)
-    names = arguments[1:] or list(STAGES)
-    if len(names) == 1:
-        return one(names[0], out)
-
-    def run(name: str) -> int:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        try:
-            return subprocess.run([sys.executable, __file__, str(out), name], env=os.environ | {"PYTHONPATH": path}, check=False, timeout=150).returncode
-        except subprocess.TimeoutExpired:
-            print(f"== {name}\nstopped", flush=True)
-            return 1
-
-    with ThreadPoolExecutor(6 if ON_GPU else 1) as pool:
-        codes = list(pool.map(run, [n for n in names if n not in ALONE]))
-    codes += [run(n) for n in names if n in ALONE]
-    with tarfile.open(out / "attribution.tar", "w") as tar:
-        for path in sorted([*out.glob("*.json"), *out.glob("*.raw.gz")]):
-            tar.add(path, path.name)
-            path.unlink()
-    return max(codes)
+    """All stages' files go into one archive, unless one stage runs here."""
+    code = stage.main(arguments)
+    if len(arguments) != 2:
+        out = Path(arguments[0])
+        with tarfile.open(out / "attribution.tar", "w") as tar:
+            for path in sorted([*out.glob("*.json"), *out.glob("*.raw.gz")]):
+                tar.add(path, path.name)
+                path.unlink()
+    return code
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from _recording import ROOT, device, today
+
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu"), str(ROOT / "tests")]
 
 LIMITS = {"cupti": 60, "ncu": 100, "ncu_cold": 100, "compare": 20, "diagnose": 40, "lines": 60, "slow": 60, "predict": 20, "verify": 40, "small": 40, "numba": 40, "fast": 60, "behaviour": 60, "room": 30, "cell": 40, "cuda_cell": 60}
@@ -75,10 +76,9 @@ def about() -> dict[str, Any]:
     """When, on what, with which versions."""
     import cupy
 
-    told = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip()
     torch = sys.modules.get("torch")
     return {
-        "date": datetime.now(UTC).date().isoformat(), "gpu": told, "python": sys.version.split()[0], "cupy": cupy.__version__, "torch": getattr(torch, "__version__", None),
+        "date": today(), "gpu": device(), "python": sys.version.split()[0], "cupy": cupy.__version__, "torch": getattr(torch, "__version__", None),
         "command": f"python tests/gpu/record_counters.py OUT {sys.argv[3] if len(sys.argv) > 3 else ''}".strip(),
     }  # fmt: skip
 

@@ -18,21 +18,23 @@ import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from _recording import ROOT, Stages, versions, without_paths
+
 MIB = 1 << 20
-STAGES: dict[str, Callable[[Path], dict[str, Any]]] = {}
-ENV = {"expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "async": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}}
 
 
-def stage(function: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
-    STAGES[function.__name__.rstrip("_")] = function
-    return function
+def facts() -> dict[str, str]:
+    return versions() | {"conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}
+
+
+stage = Stages(
+    __file__, facts, limits={"": 120, "long_20m": 240, "long_2m_older_peak": 240},
+    env={"expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "async": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}},
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- helpers
@@ -89,14 +91,7 @@ def keep(out: Path, name: str, start: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     end = torch._C._cuda_memoryStats(0)
-    snapshot = torch.cuda.memory._snapshot()
-    seen: set[int] = set()
-    for frame in (f for e in [*snapshot["device_traces"][0], *snapshot["segments"], *(b for s in snapshot["segments"] for b in s["blocks"])] for f in e.get("frames", ())):
-        if id(frame) not in seen:
-            seen.add(id(frame))
-            place = frame["filename"]
-            frame["filename"] = "lib/site-packages/" + place.rpartition("/site-packages/")[2] if "/site-packages/" in place else Path(place).name
-    snapshot["device_traces"] = snapshot["device_traces"][:1]
+    snapshot = without_paths(torch.cuda.memory._snapshot())
     (out / f"{name}.pickle.gz").write_bytes(gzip.compress(pickle.dumps(snapshot, protocol=4), 9, mtime=0))
     return {"start": start, "end": end}
 
@@ -486,42 +481,5 @@ def notebook(out: Path) -> dict[str, Any]:
     return {"train": train, "equal": train["truth"] == train["capture"], "after_oom": after, "errors": errors, "reports": reports}
 
 
-# ---------------------------------------------------------------------- running them
-def one(name: str, out: Path) -> int:
-    import torch
-
-    try:
-        numbers: dict[str, Any] = STAGES[name](out)
-        code = 0
-    except BaseException:
-        numbers, code = {"failed": traceback.format_exc()}, 1
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip()
-    head = {"stage": name, "what": (STAGES[name].__doc__ or "").strip(), "command": f"python tests/gpu/record_h200.py OUT {name}", "device": driver, "torch": torch.__version__, "python": sys.version.split()[0], "date": datetime.now(UTC).date().isoformat(), "conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")}
-    (out / f"{name}.json").write_text(json.dumps(head | {"numbers": numbers}, indent=1, default=str))
-    shown = {k: v for k, v in numbers.items() if k != "stats"}
-    print(f"== {name}\n{numbers['failed'] if code else json.dumps(shown, default=str)[:2500]}", flush=True)
-    return code
-
-
-def main(arguments: list[str]) -> int:
-    out = Path(arguments[0])
-    out.mkdir(parents=True, exist_ok=True)
-    names = arguments[1:] or list(STAGES)
-    if len(names) == 1:
-        return one(names[0], out)
-    codes = []
-    for name in names:
-        begin = time.perf_counter()
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        limit = 240 if name.startswith("long") else 120
-        try:
-            codes.append(subprocess.run([sys.executable, __file__, str(out), name], env=os.environ | ENV.get(name, {}) | {"PYTHONPATH": path}, check=False, timeout=limit).returncode)
-        except subprocess.TimeoutExpired:
-            print(f"== {name}\nstopped after {limit} s", flush=True)
-            codes.append(1)
-        print(f"   {name}: {time.perf_counter() - begin:.1f} s", flush=True)
-    return max(codes)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(stage.main(sys.argv[1:]))

@@ -9,7 +9,6 @@ The first line has the device and the versions. Stops by itself when the seconds
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from _recording import device
 from operator_cases import cases
 
 
@@ -80,8 +80,7 @@ def main(out, seconds=70.0, *wanted):
         net = torch.nn.Linear(64, 64, device="cuda")
         net(torch.randn(64, 64, device="cuda")).sum().backward()
     torch.bmm(torch.randn(2, 64, 64, device="cuda"), torch.randn(2, 64, 64, device="cuda"))
-    smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip()
-    head = {"device": torch.cuda.get_device_name(), "smi": smi, "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "date": time.strftime("%Y-%m-%d"), "command": "tests/gpu/record_operators.py"}
+    head = {"device": torch.cuda.get_device_name(), "smi": device(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "date": time.strftime("%Y-%m-%d"), "command": "tests/gpu/record_operators.py"}
     history = History()
     sections = {}
     with Path(out).open("w") as file:
