@@ -57,7 +57,7 @@ def stats(stats: Mapping[str, Any] | None = None, *, device: int | None = None) 
     Returns
     -------
     ``device counter value unit meaning``. Counters that begin with ``derived.`` are worked out here and add up:
-    reserved = requested + rounding + cached, cached = pinned + releasable. Null ``value``: no limit, or not to be
+    reserved = requested + rounding + cached, cached = pinned + releasable (stranded is a part of it). Null ``value``: no limit, or not to be
     told from counters. ``device`` is null for the host.
 
     Raises
@@ -137,7 +137,8 @@ def _derived(counters: Mapping[str, Any], picture: Mapping[str, int] | None) -> 
         "rounding_bytes": (less(active, now("requested_bytes")), "bytes", "given beyond what was asked for (internal fragmentation)"),
         "cached_bytes": (cached, "bytes", "reserved and free: kept for later requests"),
         "pinned_bytes": (pinned, "bytes", "free, but in a segment or page that is also in use: empty_cache() can't give it back (external fragmentation)"),
-        "releasable_bytes": (less(cached, pinned), "bytes", "free, in segments or pages that nothing uses: empty_cache() gives it back"),
+        "releasable_bytes": (less(cached, pinned), "bytes", "free, in segments or pages that nothing uses: empty_cache() gives it back, but for stranded_bytes"),
+        "stranded_bytes": (picture["stranded"] if picture is not None else None, "bytes", "of releasable_bytes: in private pools (CUDA graphs, MemPools), which give it back only once nobody uses the pool"),
     }
 
 
@@ -153,7 +154,12 @@ def _picture(torch: Any, device: int) -> dict[str, int] | None:
     except TypeError:  # torch before 2.11
         segments = torch.cuda.memory_snapshot()
     mine = [s for s in segments if s["device"] == device]
-    return {"segments": len(mine), "pinned": sum(_pinned(s) for s in mine)}
+    private = [s for s in mine if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return {"segments": len(mine), "pinned": sum(map(_pinned, mine)), "stranded": sum(_free(s) - _pinned(s) for s in private)}
+
+
+def _free(segment: Mapping[str, Any]) -> int:
+    return sum(int(block["size"]) for block in segment["blocks"] if block["state"] == "inactive")
 
 
 def _pinned(segment: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import polars as pl
@@ -46,6 +47,18 @@ def test_the_parts_add_up_to_what_is_reserved() -> None:
     assert parts == [100, 12 * MIB, 40 * MIB]
     assert value(frame, "requested_bytes.all.current") + sum(parts) == 60 * MIB  # type: ignore[arg-type, operator]
     assert value(frame, "derived.pending_bytes") == 3 * MIB
+
+
+def test_free_segments_of_a_private_pool_are_stranded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbmemprof import memory_stats
+
+    def segment(pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, object]:
+        size = sum(b[0] for b in blocks) * MIB
+        return {"device": 0, "segment_pool_id": pool, "total_size": size, "blocks": [{"size": s * MIB, "state": state} for s, state in blocks]}
+
+    segments = [segment((0, 0), (20, "inactive")), segment((1, 0), (30, "inactive")), segment((1, 0), (5, "active_allocated"), (7, "inactive"))]
+    cuda = types.SimpleNamespace(get_allocator_backend=lambda: "native", memory_snapshot=lambda **_: segments)
+    assert memory_stats._picture(types.SimpleNamespace(cuda=cuda), 0) == {"segments": 3, "pinned": 7 * MIB, "stranded": 30 * MIB}
 
 
 def test_no_limit_is_null_and_not_minus_one() -> None:

@@ -57,7 +57,7 @@ def what_if(
     (of the first order) ``refused_bytes``; ``asked_again``: requests that were refused when it was recorded, which are asked again at their
     place; ``served_again_low served_again``: how many of them are served now, least and most: each is given back at once, as what the program would
     have done with it is in no file, so peaks hold for the program as it went on then, the request included; ``recorded`` (the setting
-    that it was recorded with) ``runs origin``: ``measured`` (of a prediction ``predicted``) where the row is the
+    that it was recorded with) ``runs origin``: the capture's own (``measured``, ``recorded``, ``predicted``, ``modelled``) where the row is the
     recording itself, followed exactly, else ``replayed``.
 
     Raises
@@ -68,7 +68,7 @@ def what_if(
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
     followed = replayable(capture, None, None, torch)
     rows: list[dict[str, Any]] = []
-    origin = "predicted" if capture.meta.get("origin") == "predicted" else "measured"
+    origin = str(capture.meta.get("origin") or "measured")
     workers = max(1, min(8, os.cpu_count() or 1))
     with ThreadPoolExecutor(workers) as pool:
         for one in followed:
@@ -84,7 +84,8 @@ def what_if(
 
 def _row(one: Followed, requests: Requests, settings: Settings, limit: int | None, capacity: int | None, runs: int, origin: str) -> dict[str, Any]:
     bound = _limit(one, limit, settings.per_process_memory_fraction, capacity)
-    recorded = _alike(settings, one.settings) and (bound is None or bound == one.limit_bytes) and capacity is None
+    same_card = capacity is None or (capacity == one.capacity_bytes or capacity == one.recording.capture.meta.get("capacity_bytes"))
+    recorded = _alike(settings, one.settings) and (bound is None or bound == one.limit_bytes) and same_card
     if recorded and one.exact and one.recording.starts_empty:
         return _summed(one, settings, [one.model.m], True, origin)
     made = []

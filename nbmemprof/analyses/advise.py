@@ -51,7 +51,9 @@ def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
         found = [one for one in found if one.rule != "scattered"]
     if replay and seen.is_cuda:
         too_much = list(_too_much(capture))
-        found = [*too_much, *_refused(capture), *found, *([] if too_much else _settings(trials(capture))), *_pools(capture)]
+        refused = list(_refused(capture))
+        served = any(one.origin == "replayed" for one in refused)
+        found = [*too_much, *refused, *found, *([] if too_much else _settings(trials(capture), served=served)), *_pools(capture)]
     rows = [
         {"device": one.device, "rank": one.rank, "rule": one.rule, "finding": one.finding, "evidence": one.evidence, "saving_bytes": one.saving_bytes, "action": one.action,
          "origin": one.origin or capture.meta["origin"]}
@@ -90,8 +92,8 @@ def _refused(capture: Capture) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _settings(tried: Trials) -> Iterator[Finding]:
-    """The setting that saves most, with the range over orders of addresses."""
+def _settings(tried: Trials, *, served: bool) -> Iterator[Finding]:
+    """The setting that saves most, with the range over orders of addresses; ``served``: another one serves what was refused."""
     if tried.why_not is not None:
         yield Finding(
             "settings",
@@ -104,7 +106,8 @@ def _settings(tried: Trials) -> Iterator[Finding]:
     for (rank, device), (recorded, others) in tried.rows.items():
         if not others:
             continue
-        yield from _fewer(rank, device, recorded, others)
+        fewer = list(_fewer(rank, device, recorded, others))
+        yield from fewer
         base_low, base_high = recorded["peak_reserved_low_bytes"], recorded["peak_reserved_high_bytes"]
         fair = [row for row in others if row["ooms_high"] == 0 or row["ooms_high"] <= recorded["ooms"]]
         best = min(fair, key=lambda row: (row["peak_reserved_high_bytes"], row["conf"]), default=None)
@@ -114,7 +117,7 @@ def _settings(tried: Trials) -> Iterator[Finding]:
             yield Finding(
                 "settings", "No other allocator setting would have lowered the peak of reserved memory.",
                 f"Replayed: {names}. The recorded setting reserved {format_bytes(base_high)}, the best of them {format_bytes(best['peak_reserved_high_bytes']) if best else 'more'}.",
-                "Leave the setting as it is; fewer live bytes are what is left to save.", 0, rank, device, "replayed",
+                "Change it for what was refused, not for the peak." if served or fewer else "Leave the setting as it is; fewer live bytes are what is left to save.", 0, rank, device, "replayed",
             )  # fmt: skip
             continue
         high = base_high - best["peak_reserved_low_bytes"]

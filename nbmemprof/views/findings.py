@@ -132,7 +132,7 @@ def _gap(known: Facts, device: Device) -> list[str]:
         )
     )
     free = known.of(known.ask("fragmentation"), device)
-    releasable = int(free["releasable_bytes"].sum() or 0) if "releasable_bytes" in free.columns else 0
+    releasable = int(free.filter(~pl.col("private"))["releasable_bytes"].sum() or 0) if free.height else 0  # private pools keep theirs
     if releasable:
         text += f" torch.cuda.empty_cache() would give {format_bytes(releasable)} back."
     if "expandable_segments:True" not in str(known.meta.get("conf") or ""):
@@ -174,10 +174,10 @@ def _answered(known: Facts, device: Device, row: dict[str, Any]) -> str:
     now, other = here.filter("recorded"), here.filter(pl.col("conf") == "expandable_segments:True")
     if not now.height or not other.height:
         return str(row["action"])
-    before, after = now["ooms"][0], other["ooms_high"][0]
+    before, after = int(now["ooms"][0]), int(other["ooms_high"][0])
     if after >= before:
         return "expandable_segments:True would have refused as much (replayed); make what stays before the large temporaries."
-    return f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported: it refuses {format_count(after)} of the requests instead of {format_count(before)} (replayed)."
+    return f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch is imported: it refuses {format_count(after) if after else 'none'} of the requests instead of {format_count(before)} (replayed)."
 
 
 def _stalled(known: Facts, device: Device) -> bool:

@@ -30,7 +30,7 @@ __all__ = ["bundle", "lists", "moments", "show", "through_time"]
 
 _ROWS, _SITES, _BAND = 14, 7, 15
 _LEFT = 92
-_FREE, _PENDING, _LIVE, _PINNED = "#eceef1", "#b3261e", "#7fa8c9", "#e69f00"
+_FREE, _PENDING, _LIVE, _PINNED, _OPEN, _STRANDED = "#eceef1", "#b3261e", "#7fa8c9", "#e69f00", "#deeba7", "#cc79a7"
 Codes = npt.NDArray[np.int16]
 
 
@@ -230,8 +230,9 @@ def lists(known: Facts, device: Device) -> tuple[Svg, str] | None:
     for row in shown.iter_rows(named=True):
         name = _list_name(row)
         said = f"{format_bytes(row['reserved_bytes'])} reserved, {format_bytes(row['free_bytes'])} free" + (f", largest piece {format_bytes(row['largest_free_bytes'])}" if row["free_bytes"] else "")
-        words.append(f"{name}: {said}, {format_bytes(row['pinned_bytes'])} of it pinned by blocks beside it")
-        rows.append((name, said, [(row["allocated_bytes"], _LIVE), (row["pending_bytes"], _PENDING), (row["pinned_bytes"], _PINNED), (row["releasable_bytes"], "#deeba7")]))
+        free = [(row["free_bytes"], _STRANDED)] if row["private"] else [(row["pinned_bytes"], _PINNED), (row["releasable_bytes"], _OPEN)]
+        words.append(f"{name}: {said}, " + ("which no other pool may use" if row["private"] else f"{format_bytes(row['pinned_bytes'])} of it pinned by blocks beside it"))
+        rows.append((name, said, [(row["allocated_bytes"], _LIVE), (row["pending_bytes"], _PENDING), *free]))
     cut = f" ({shown.height} of {frame.height})" if shown.height < frame.height else ""
     sentence = f"{title}{cut}. {'; '.join(words)}."
     svg = Svg(WIDTH, 62 + 32 * len(rows), sentence)
@@ -245,7 +246,10 @@ def lists(known: Facts, device: Device) -> tuple[Svg, str] | None:
             svg.rect(x, y + 5, w, 9, fill)
             x += w
     x = 12.0
-    for name, fill in (("in use", _LIVE), ("pending", _PENDING), ("free, pinned by blocks beside it", _PINNED), ("free, whole segments or pages: can be given back", "#deeba7")):
+    used = {fill for _, _, parts in rows for size, fill in parts if size}
+    for name, fill in (("in use", _LIVE), ("pending", _PENDING), ("free, pinned by blocks beside it", _PINNED), ("free, whole segments or pages: can be given back", _OPEN), ("free, in a private pool", _STRANDED)):
+        if fill not in used:
+            continue
         svg.rect(x, 62 + 32 * len(rows) - 21, 10, 10, fill, "#00000033")
         svg.text(x + 14, 62 + 32 * len(rows) - 12, name, size=10)
         x += text_width(name, 10) + 26
@@ -281,10 +285,10 @@ def bundle(capture: Capture) -> dict[str, str]:
 
 
 def _details(known: Facts, device: Device) -> str:
-    frame = known.of(known.ask("fragmentation"), device)
+    frame = text.free_parts(known.of(known.ask("fragmentation"), device))
     names = {"pool_id": "pool", "pool": "part", "stream": "stream", "reserved_bytes": "reserved", "allocated_bytes": "in use", "free_bytes": "free", "largest_free_bytes": "largest piece",
-             "pinned_bytes": "pinned", "releasable_bytes": "releasable", "ratio": "fragmented", "pinned_by": "pinned by"}  # fmt: skip
-    kept = [n for n in names if n in frame.columns]
+             "pinned_bytes": "pinned", "releasable_bytes": "releasable", "stranded_bytes": "stranded in a private pool", "ratio": "fragmented", "pinned_by": "pinned by"}  # fmt: skip
+    kept = [n for n in names if n in frame.columns and frame[n].null_count() < frame.height]
     rows = [[text.cell(n, v) for n, v in zip(kept, row, strict=True)] for row in frame.head(12).select(kept).iter_rows()]
     cut = f" (12 of {frame.height})" if frame.height > 12 else ""
     return f"<details><summary>tables</summary>{rows_of('Free memory inside what torch reserved' + cut, [names[n] for n in kept], rows)}</details>"

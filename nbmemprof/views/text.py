@@ -167,9 +167,21 @@ def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str],
         }, top))  # fmt: skip
     for name, title, columns in _FURTHER:
         frame = known.of(known.ask(name), device)
-        if frame.height and (name != "fragmentation" or frame["free_bytes"].sum()):
+        if name == "fragmentation":
+            frame = free_parts(frame)
+        if frame.height:
             made.append(table(title, frame, columns, top))
     return made
+
+
+def free_parts(lists: pl.DataFrame) -> pl.DataFrame:
+    """Lists of ``fragmentation`` in which something is free; what is free in a private pool is neither releasable nor pinned but stranded."""
+    if lists.is_empty():
+        return lists
+    own = pl.col("private")
+    return lists.filter(pl.col("free_bytes") > 0).with_columns(
+        *(pl.when(~own).then(name).alias(name) for name in ("releasable_bytes", "pinned_bytes")), stranded_bytes=pl.when(own).then("stranded_bytes")
+    )
 
 
 _FURTHER = (
@@ -180,8 +192,8 @@ _FURTHER = (
         "site": "line", "requested_bytes": "requested", "device_free_bytes": "free on the device", "reason": "reason", "would_help_bytes": "would have helped",
     }),
     ("fragmentation", "Free memory inside what torch reserved", {
-        "pool_id": "pool", "size_class": "part", "pool": "part", "stream": "stream", "free_bytes": "free", "largest_free_bytes": "largest piece",
-        "releasable_bytes": "releasable", "pinned_bytes": "pinned", "ratio": "fragmented",
+        "pool_id": "pool", "pool": "part", "stream": "stream", "free_bytes": "free", "largest_free_bytes": "largest piece",
+        "releasable_bytes": "releasable", "pinned_bytes": "pinned", "stranded_bytes": "stranded in a private pool", "ratio": "fragmented",
     }),
 )  # fmt: skip
 

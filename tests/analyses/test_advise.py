@@ -89,6 +89,12 @@ def test_a_refused_request_names_the_setting_that_would_have_served_it():
     assert "refused" not in rules(loaded(chequered("expandable_segments:True")), replay=True)
 
 
+def test_no_line_says_to_leave_a_setting_that_another_line_says_to_change():
+    found = rules(loaded(chequered()), replay=True)
+    assert found["refused"]["action"].startswith("Set PYTORCH_CUDA_ALLOC_CONF")
+    assert found["settings"]["action"] == "Change it for what was refused, not for the peak."
+
+
 # ---------------------------------------------------------------- private pools
 def test_pools_of_graphs_shall_be_shared_largest_first():
     row = rules(loaded(graphs()))["private_pools"]

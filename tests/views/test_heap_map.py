@@ -10,7 +10,7 @@ import pytest
 
 import nbmemprof as mp
 from nbmemprof.units import format_bytes
-from nbmemprof.views import first, heap_map
+from nbmemprof.views import findings, first, heap_map, text
 from nbmemprof.views._facts import facts
 
 MIB = 1 << 20
@@ -77,6 +77,20 @@ def test_free_lists_are_told_apart_and_add_up(pools):
     row = frame.sort("reserved_bytes", descending=True).row(0, named=True)
     assert row["allocated_bytes"] + row["pending_bytes"] + row["pinned_bytes"] + row["releasable_bytes"] == row["reserved_bytes"]
     assert svg.markup().count("<text") == 1 + 2 * frame.height + 4
+
+
+def test_what_is_free_in_a_private_pool_is_called_stranded_and_never_releasable(pools):
+    """``empty_cache()`` gives nothing back of a pool that somebody uses: neither sentence nor table may promise it."""
+    frame = mp.fragmentation(pools)
+    own, open_ = frame.filter("private"), frame.filter(~pl.col("private"))
+    assert own["releasable_bytes"].sum() > 0
+    gap = next(s for s in findings.findings(pools) if s.startswith("Torch reserved"))
+    assert f"would give {format_bytes(open_['releasable_bytes'].sum())} back" in gap
+    shown = text.free_parts(frame)
+    assert shown.filter("private").select("releasable_bytes", "pinned_bytes").null_count().row(0) == (own.height, own.height)
+    assert shown.filter("private")["stranded_bytes"].to_list() == own["free_bytes"].to_list()
+    assert shown.filter(~pl.col("private"))["stranded_bytes"].null_count() == open_.height
+    assert "stranded in a private pool" in heap_map.bundle(pools)["text/html"]
 
 
 def test_host_memory_has_no_map_and_says_what_has(training):

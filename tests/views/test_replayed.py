@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import nbmemprof as mp
 from nbmemprof import magics
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.views import first, replayed
+from nbmemprof.views import findings, first, replayed
 
 RECORDED = "max_split_size_mb:20,garbage_collection_threshold:0.8"
 
@@ -181,3 +181,21 @@ def test_the_chart_has_the_ranges_and_the_refusals(tight):
     frame = mp.what_if(tight, ["", "expandable_segments:True"])
     data = next(iter(chart(frame).to_dict()["datasets"].values()))
     assert [(row["conf"], row["refused"]) for row in data] == [("torch's defaults", "37 refused"), ("expandable_segments:True", "14 refused")]
+
+
+@pytest.mark.cost(0.5)
+def test_of_a_virtual_device_the_finding_has_the_replays_answer_and_rows_are_called_modelled():
+    """Twelve pieces of 4 MiB, every other one gone: 36 MiB are free in pieces."""
+    torch = pytest.importorskip("torch")
+    with mp.record(as_device="H200:64MiB") as rec:
+        parts = [torch.empty(4 << 20, dtype=torch.uint8) for _ in range(12)]
+        del parts[::2]
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(24 << 20, dtype=torch.uint8)
+    before = " ".join(findings.findings(rec.capture))
+    judged = replayed.judge(rec.capture)
+    after = " ".join(findings.findings(rec.capture))
+    assert judged.frame is not None
+    assert judged.frame.filter("recorded").select("conf", "origin").rows() == [("", "modelled")]
+    assert "not replayed yet" in before
+    assert "not replayed yet" not in after
