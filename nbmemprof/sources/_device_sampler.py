@@ -18,7 +18,8 @@ __all__ = ["DeviceSampler"]
 
 _MOST = 4000  # readings that are kept; then every second of the older ones is let go
 _QUIET_US = 1e6  # a reading that says nothing new is kept this often
-_TRIES = 3  # to read driver and torch with nothing between
+_CALM_US = 2e5  # the driver is asked this often where torch takes and gives nothing
+_TRIES = 3  # to read driver and torch with nothing taken or given back between
 _context: dict[str, int] = {}  # bytes that CUDA's context took, by the device's uuid: measured once a process, when CUDA began
 
 
@@ -46,6 +47,7 @@ class DeviceSampler:
         self._before: dict[str, int] = {}
         self._rows: list[list[tuple[Any, ...]]] = []  # one list a reading: clock, device, kind, source, gauge, value
         self._last: dict[int, tuple[float, tuple[float | None, ...]]] = {}
+        self._asked: dict[int, float] = {}  # when the driver was
 
     @_quiet
     def before_cuda(self) -> None:
@@ -65,12 +67,20 @@ class DeviceSampler:
                 _context[str(uuid)] = now - before
 
     @_quiet
-    def tick(self) -> None:
-        """Read what is quick to read (some 20 µs a device); a reading that says nothing new is let go."""
+    def tick(self, *, sparing: bool = False) -> None:
+        """Read what is quick to read; a reading that says nothing new is let go.
+
+        ``sparing``: while a program runs, which waits for the interpreter each time that the driver has been asked. It is asked
+        when torch holds other bytes than at the last reading, and some times a second for what others do.
+        """
         for device, uuid in self.uuids.items():
             last = self._last.get(device)
-            if last is None and not self._counters(device)[2]:
-                continue  # nothing of torch is there
+            if last is None or sparing:
+                held = self._counters(device)[2]
+                if last is None and not held:
+                    continue  # nothing of torch is there
+                if last is not None and held == last[1][3] and self.clock() * 1e6 - self._asked[device] < _CALM_US:
+                    continue
             clock, values = self._read(device, uuid)
             if values[0] is None or (last is not None and last[1] == values and clock - last[0] < _QUIET_US):
                 continue
@@ -91,14 +101,15 @@ class DeviceSampler:
             self._rows.append(found)
 
     def _read(self, device: int, uuid: str | None) -> tuple[float, tuple[float | None, ...]]:
-        """The driver's number between two equal readings of torch's, if the program holds still for that long."""
+        """The driver's number between two readings of torch's that hold the same bytes, if the program lets it be for that long."""
         before = self._counters(device)
         for _ in range(_TRIES):
             used, clock = self.outside.used(device, uuid), self.clock() * 1e6
             after = self._counters(device)
-            if after == before:
+            if after[2] == before[2]:  # what torch has of the driver; what it gives out meanwhile moves nothing there
                 break
             before = after
+        self._asked[device] = clock
         return clock, (used, *after)
 
     def _counters(self, device: int) -> tuple[float, float, float]:

@@ -38,6 +38,7 @@ class _Sample(ctypes.Structure):
     _fields_ = [("time_us", ctypes.c_ulonglong), ("value", ctypes.c_uint), ("_rest", ctypes.c_uint)]
 
 
+@cache  # the driver looks through all devices of the machine; a handle stays good
 def _handle(library: ctypes.CDLL, uuid: str) -> ctypes.c_void_p | None:
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     handle = ctypes.c_void_p()

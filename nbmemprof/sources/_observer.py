@@ -34,10 +34,13 @@ _known_roots: dict[int, weakref.ref[Any]] = {}  # modules and optimizers seen in
 _known_optimizers: dict[int, weakref.ref[Any]] = {}
 
 
+_Place = tuple[weakref.ref[Any], int, str]  # a module, its layer, and the layer as notes end
+
+
 class _Thread:
     """Where one thread is."""
 
-    __slots__ = ("before", "depth", "group", "layer", "notes", "phase", "prefix", "record", "stack")
+    __slots__ = ("before", "depth", "group", "notes", "phase", "prefix", "record", "stack")
 
     def __init__(self) -> None:
         self.notes = False  # whether its events carry a note outside modules too
@@ -47,8 +50,22 @@ class _Thread:
         self.group = 0
         self.depth = 0  # backward calls under way
         self.before: list[tuple[int, int]] = []  # phase and group around it
-        self.stack: list[tuple[int, int]] = []  # modules being called: id, layer
-        self.layer = 0
+        self.stack: list[_Place] = []  # modules being called
+
+    @property
+    def layer(self) -> int:
+        return self.stack[-1][1] if self.stack else 0
+
+
+class _Asked:
+    """Of a torch that keeps no flag: whether it compiles."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+
+    @property
+    def _is_compiling_flag(self) -> bool:
+        return self._ask()
 
 
 class Observer:
@@ -57,13 +74,14 @@ class Observer:
     def __init__(self, torch: Any, device_type: str = "cuda", note: Callable[[str], None] | None = None, clock_ns: Callable[[], int] = time.time_ns, peak: Callable[[], int] | None = None) -> None:
         self.torch, self.device_type, self.clock_ns, self.peak = torch, device_type, clock_ns, peak
         self._is_compiling = torch.compiler.is_compiling
+        self._compiler: Any = torch.compiler if hasattr(torch.compiler, "_is_compiling_flag") else _Asked(torch.compiler.is_compiling)  # a flag is quicker than a call
         self.note = note
         self.noted = note is not None  # the events carry notes
         self.first = 0  # number of the oldest record kept
         self.times, self.phases, self.groups, self.backs, self.layer_of, self.name_of, self.grads = array("q"), array("b"), array("q"), array("q"), array("i"), array("i"), array("b")
         self.names: list[str | None] = [None]
         self.layers = Layers()
-        self._placed = self.layers.placed
+        self._places: dict[int, _Place] = {}  # by the modules' ids: those that are no part of a mixture of experts
         self.steps: list[tuple[int, int]] = []  # record after an optimizer's step, the optimizer
         self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
         self.caches: list[tuple[int, int, _caches.Shape, int | None]] = []  # record, clock, what a KV cache held, tokens of it that are padding
@@ -73,7 +91,6 @@ class Observer:
         self._mixtures: dict[int, tuple[str, str, int] | None] = {}  # what a layer is to a mixture of experts
         self._masks: dict[int, weakref.ref[Any]] = {}  # attention masks of the first forward with a cache
         self._living: dict[int, weakref.ref[Any]] = {}  # caches that were met
-        self.calls = 0
         self.spent_ns = 0
         self.faults: dict[str, int] = {}
         self._name = 0
@@ -88,8 +105,6 @@ class Observer:
         self._states: dict[int, int] = {}
         self._fresh_grads = False
         self._local = threading.local()
-        self._tails: list[str] = []  # layer numbers as notes end
-        self._plain: set[int] = set()  # layers that are no part of a mixture of experts
         self._steps_seen = 0
         self._peak_seen: int | None = None
         self._lock = threading.RLock()
@@ -167,8 +182,8 @@ class Observer:
     def _hook_modules(self) -> None:
         modules: Any = sys.modules["torch.nn.modules.module"]
         self._module_handles = [
-            modules.register_module_forward_pre_hook(self._enter),
-            modules.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            modules.register_module_forward_pre_hook(self._entering()),
+            modules.register_module_forward_hook(self._leaving(), with_kwargs=True, always_call=True),
         ]
 
     def _unhook_modules(self) -> None:
@@ -255,12 +270,6 @@ class Observer:
         if self.note is not None:
             self.note(f"{here.record}.{here.layer}" if here.notes or here.stack else "")
 
-    def _tail(self, layer: int) -> str:
-        """A layer's number as text: a module's call writes it twice."""
-        while len(self._tails) <= layer:
-            self._tails.append(str(len(self._tails)))
-        return self._tails[layer]
-
     def _move(self, here: _Thread, phase: int, group: int | None = None) -> None:
         """Into another phase; ``group`` None: a new one."""
         if group is None:
@@ -275,42 +284,78 @@ class Observer:
         self.faults[text] = self.faults.get(text, 0) + 1
 
     # ------------------------------------------------------------------ modules
-    def _enter(self, module: Any, args: Any) -> None:
-        if self._is_compiling():
-            return
-        try:
+    def _entering(self) -> Callable[..., None]:
+        """Before each call of a module. What is met again takes a third of a microsecond: a program calls thousands a second."""
+        compiler, local, places = self._compiler, self._local, self._places
+
+        def entering(module: Any, args: Any) -> None:
+            if compiler._is_compiling_flag:
+                return
             try:
-                here: _Thread = self._local.here
-            except AttributeError:
-                here = self._meet()
-            stack, key = here.stack, id(module)
-            self.calls += 1
-            if not stack:
+                here, place = local.here, places[id(module)]
+            except (AttributeError, KeyError):
+                here = None
+            if here is None or not here.stack or place[0]() is not module:
+                self._enter(module, args)
+                return
+            here.stack.append(place)
+            note = self.note
+            if note is not None:
+                note(here.prefix + place[2])
+            else:
+                self._push(here)
+
+        return entering
+
+    def _leaving(self) -> Callable[..., None]:
+        """After each; with an exception, called without the result."""
+        compiler, local = self._compiler, self._local
+
+        def leaving(module: Any, args: Any, kwargs: Any = None, result: Any = None) -> None:
+            if compiler._is_compiling_flag:
+                return
+            here = getattr(local, "here", None)
+            stack: list[_Place] = here.stack if here is not None else []
+            if here is None or len(stack) < 2 or stack[-1][0]() is not module:
+                self._leave(module, args, kwargs, result)
+                return
+            del stack[-1]
+            note = self.note
+            if note is not None:
+                note(here.prefix + stack[-1][2])
+            else:
+                self._push(here)
+
+        return leaving
+
+    def _enter(self, module: Any, args: Any) -> None:
+        """The outermost module, one that is met for the first time, or a part of a mixture of experts."""
+        try:
+            here = self._meet()
+            if not here.stack:
                 self._enter_root(here, module)
-            known = self._placed(key)
-            layer = known[1] if known is not None and known[0]() is module else self.layers.place(module, self._root(module, here))
-            stack.append((key, here.layer))
-            here.layer = layer
-            if layer not in self._plain:
-                self._note_call(here, layer, module, args)
+            layer = self.layers.place(module, self._root(module, here))
+            place = (weakref.ref(module), layer, str(layer))
+            here.stack.append(place)
+            if layer not in self._mixtures:
+                self._mixtures[layer] = _routing.kind_of(self.layers.names[layer])
+            part = self._mixtures[layer]
+            if part is None:
+                self._places[id(module)] = place
+            else:
+                self._note_call(here, part, module, args)
             if self.note is not None:
-                self.note(here.prefix + (self._tails[layer] if layer < len(self._tails) else self._tail(layer)))
+                self.note(here.prefix + place[2])
             else:
                 self._push(here)
         except Exception as error:  # the user's forward goes on
             self._guard(error)
 
-    def _note_call(self, here: _Thread, layer: int, module: Any, args: Any) -> None:
+    def _note_call(self, here: _Thread, part: tuple[str, str, int], module: Any, args: Any) -> None:
         """A mixture's expert is called: with how many tokens."""
-        if layer not in self._mixtures:
-            self._mixtures[layer] = _routing.kind_of(self.layers.names[layer])
-        known = self._mixtures[layer]
-        if known is None:
-            self._plain.add(layer)
-            return
         if here.phase != FORWARD or not args or not getattr(args[0], "ndim", 0) or len(self.routing) > _MOST_CALLS:
             return
-        what, path, expert = known
+        what, path, expert = part
         record = self.first + len(self.times) - 1
         if what != "whole":
             shape = args[0].shape
@@ -324,8 +369,7 @@ class Observer:
             self.spent_ns += time.perf_counter_ns() - begin
 
     def _root(self, module: Any, here: _Thread) -> Any:
-        ref = self._roots.get(here.stack[0][0]) if here.stack else None
-        root = ref() if ref is not None else None
+        root = here.stack[0][0]() if here.stack else None
         return module if root is None else root
 
     def _enter_root(self, here: _Thread, module: Any) -> None:
@@ -352,34 +396,24 @@ class Observer:
         if not known:  # a part of a model that is known is no root of its own
             self._note_module(module, self._latest())
 
-    def _leave(self, module: Any, args: Any, *more: Any) -> None:
-        """Called with keyword arguments and result; after an exception, with the result None alone."""
-        if self._is_compiling():
-            return
+    def _leave(self, module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """The outermost module; or one below raised, and was not told."""
         try:
             here: _Thread | None = getattr(self._local, "here", None)
-            if here is None or not here.stack:
+            if here is None or all(ref() is not module for ref, *_ in here.stack):
                 return
-            stack, key = here.stack, id(module)
-            at, layer = stack[-1]
-            if at != key:  # one below raised, and was not told
-                if all(other != key for other, _ in stack):
-                    return
-                while stack[-1][0] != key:
-                    stack.pop()
-                layer = stack[-1][1]
-            stack.pop()
-            here.layer = layer
-            if not stack:
-                self._leave_root(here, args, more)
+            while here.stack.pop()[0]() is not module:
+                pass
+            if not here.stack:
+                self._leave_root(here, args, kwargs, result)
             elif self.note is not None:
-                self.note(here.prefix + (self._tails[layer] if layer < len(self._tails) else self._tail(layer)))
+                self.note(here.prefix + here.stack[-1][2])
             else:
                 self._push(here)
         except Exception as error:
             self._guard(error)
 
-    def _leave_root(self, here: _Thread, args: Any, more: tuple[Any, ...]) -> None:
+    def _leave_root(self, here: _Thread, args: Any, kwargs: Any, result: Any) -> None:
         phase, group = here.before.pop() if here.before else (NONE, 0)
         self._move(here, phase, None if phase == NONE else group)
         if phase in (BACKWARD, RECOMPUTE):
@@ -387,15 +421,15 @@ class Observer:
         self._fresh_grads |= self.torch.is_grad_enabled()  # a backward may come, and not every torch tells
         begin = time.perf_counter_ns()
         moment = here.record
-        for tensor in _owners.tensors_in((args, *more[:-1]), self.torch, 3):
+        for tensor in _owners.tensors_in((args, kwargs), self.torch, 3):
             if tensor.grad_fn is None and not isinstance(tensor, self.torch.nn.Parameter):
                 self._own(moment, tensor, "inputs", "storage", None, None)
-        for cache in _owners.caches_of([*more, *args]):
+        for cache in _owners.caches_of([kwargs, result, *args]):
             kept = [tensor for tensor in _owners.tensors_in(cache, self.torch) if not tensor.requires_grad]
             for tensor in kept:  # in training these are activations, and the cache ends with the forward
                 self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
             if kept:
-                self._note_shape(moment, cache, more[0].get("attention_mask") if more and isinstance(more[0], dict) else None)
+                self._note_shape(moment, cache, kwargs.get("attention_mask") if isinstance(kwargs, dict) else None)
         self.spent_ns += time.perf_counter_ns() - begin
 
     def _note_shape(self, moment: int, cache: Any, mask: Any = None, *, wait: bool = False) -> None:

@@ -166,10 +166,6 @@ class Layers:
         self._roots[id(root)] = weakref.ref(root)
         return self._learn(module, root)
 
-    def placed(self, key: int) -> tuple[weakref.ref[Any], int] | None:
-        """What is known of a module, by its id."""
-        return self._known.get(key)
-
     def place(self, module: Any, root: Any) -> int:
         """Number of a module's path below a root."""
         known = self._known.get(id(module))

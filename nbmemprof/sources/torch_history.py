@@ -241,7 +241,7 @@ class TorchHistory:
         ring, pause = self._ring, min(_POLL_SECONDS, self._entries / _FASTEST)
         while ring is not None and not self._stop.wait(pause):
             if self._sampler is not None:
-                self._sampler.tick()
+                self._sampler.tick(sparing=True)
             try:
                 if self._mode == "counters":
                     ring.read()

@@ -276,6 +276,22 @@ def test_a_driver_that_fails_does_not_break_the_recording() -> None:
     assert "the driver is gone" in made.meta["driver_trouble"]
 
 
+def test_while_a_program_runs_the_driver_is_asked_where_torch_takes_more_and_now_and_then() -> None:
+    cuda, now, asked = CudaWithDriver(), [0.0], []
+    sampler = _device_sampler.DeviceSampler(cuda.asked, cuda.stats, lambda: now[0])
+    used = cuda.asked.used
+    cuda.asked.used = lambda *a: (asked.append(now[0]), used(*a))[1]  # type: ignore[method-assign]
+    sampler.begin({0: "a"})
+    for milliseconds in range(0, 1000, 50):
+        now[0] = milliseconds / 1e3
+        if milliseconds == 100:
+            cuda.malloc(3 * MIB)
+        if milliseconds == 350:
+            cuda.malloc(30 * MIB)
+        sampler.tick(sparing=True)
+    assert asked == [0.1, 0.3, 0.35, 0.55, 0.75, 0.95]
+
+
 def test_a_later_window_has_its_own_readings() -> None:
     cuda = CudaWithDriver()
     source = torch_history.TorchHistory(cuda, clock=cuda.clock)
