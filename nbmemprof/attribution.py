@@ -127,7 +127,7 @@ def _with_workspaces(rows: pl.DataFrame) -> pl.DataFrame:
     """Mark cuBLAS's workspaces: the first that stays of their very size in a stream and thread, and what cuBLASLt asks for in the same breath."""
     alike = ["rank", "device", "kind", "stream", "_thread"]
     stays = pl.col("alloc_seq").is_not_null() & pl.col("free_seq").is_null() & (pl.col("kind") == "device") & pl.col("_o_category").is_null()
-    in_module = pl.col("_phase").is_null() | (pl.col("_phase") != "optimizer")
+    in_module = (pl.col("_phase") != "optimizer").fill_null(value=False)  # between the phases a weight of that size is made, too
     first = (
         rows.with_columns((pl.col("_phase") == "backward").fill_null(value=False).alias("_thread"))
         .filter(stays & in_module & pl.col("_span").is_not_null() & pl.col("requested_bytes").is_in(_WORKSPACES))

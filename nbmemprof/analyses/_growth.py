@@ -366,9 +366,9 @@ def behaviour(capture: Capture) -> list[tuple[dict[str, Any], pl.DataFrame, Cloc
                 pl.col("rank").eq_missing(pl.lit(identity["rank"])) & pl.col("device").eq_missing(pl.lit(identity["device"])) | pl.col("device").is_null()
             )
             clock = clock_of(born, end, its, stacks)
-            if clock is not None and not stacks.stacks.height and clock.how != "step marks":  # as many of one size as the model has layers are no iterations
-                grown = _grown(part.filter(~pl.col("_stays")), born.filter(~pl.col("_stays")), clock, stacks, truncated)
-            elif clock is not None:
-                grown = _grown(part, born, clock, stacks, truncated)
+            if clock is not None:
+                by_steps, nameless = clock.how == "step marks", pl.col("key") < 0
+                kept = pl.lit(by_steps) | ~(pl.col("_stays") & nameless)  # as many of one size as the model has layers are no iterations
+                grown = _grown(part.filter(kept), born.filter(kept), clock, stacks, truncated)
         found.append((identity, part.drop("_stays"), clock, grown))
     return found

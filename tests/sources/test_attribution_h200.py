@@ -69,6 +69,20 @@ def test_what_nobody_found_is_unknown_and_no_neighbours(lost: str) -> None:
     assert {c: b for c, b in found.items() if c not in ("unknown", lost)} == {c: b for c, b in with_all.items() if c not in ("unknown", lost)}
 
 
+def test_a_weight_of_a_workspaces_size_is_no_workspace_when_nobody_knows_it() -> None:
+    """Llama's projections of 32 MiB are made before any forward; cuBLAS asks for its workspace within one."""
+    with_all, without = by_category("llama8b_generate", "peak"), mp.breakdown(play("llama8b_generate", ("weights",)))
+    found = dict(zip(without["category"].cast(pl.String), without["requested_bytes"], strict=True))
+    assert found["unknown"] - with_all["unknown"] == with_all["weights"]
+    assert found["workspace"] == with_all["workspace"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_and_state_that_a_training_keeps_are_no_leak(name: str) -> None:
+    """Backward has no call stacks: as many gradients of one size as the model has layers are no iterations."""
+    assert mp.leaks(capture(name)).is_empty()
+
+
 def test_workspaces_that_an_earlier_recording_saw_made_are_known_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one began in the middle of a run: two blocks of 32 MiB were there already."""
     monkeypatch.setattr(_cuda_owned, "_known", {})
