@@ -20,7 +20,8 @@ from nbmemprof.allocator.device import StreamCaptureError
 TESTS = Path(__file__).parents[1]
 FOLDER = TESTS / "fixtures" / "h200" / "allocator"
 sys.path.append(str(TESTS / "gpu"))
-import record_allocator as scripts
+import allocator_scripts as scripts
+from allocator_modelled import Modelled, outcome
 
 MIB = 1 << 20
 FORETOLD = json.loads((FOLDER.parent / "allocator_predictions.json").read_text())
@@ -90,7 +91,7 @@ def test_every_address_and_16_counters_after_each_operation(name):
     for i in range(len(trace) - 1, -1, -1):
         following[i] = trace[i][1] if trace[i][0] in ("segment_alloc", "segment_map") else following[i + 1]
     card = found["free_before"] // (2 * MIB) * (2 * MIB) if found["fill"] else None
-    model = scripts.Modelled(conf, streams=found["streams"], fill=found["fill"], capacity=card, addresses=[0])
+    model = Modelled(conf, streams=found["streams"], fill=found["fill"], capacity=card, addresses=[0])
     for number, (operation, row) in enumerate(zip(make(), found["ops"], strict=False)):
         model.device._given.clear()  # the driver's answer, were one needed: the address that it gave next
         model.device._given.append(following[min(int(model.device._model.m[M.AT]) // M.WORDS, len(trace))])
@@ -131,7 +132,7 @@ def test_a_driver_gives_exactly_what_it_calls_free():
 
 @pytest.mark.parametrize("name", HELD)
 def test_what_was_said_before_the_recording_holds(name):
-    rows = [[scripts.outcome(row[-2]) if row[0] in ("alloc", "fill") else None, row[-1]] for row in recorded(f"ops_{name}")["ops"]]
+    rows = [[outcome(row[-2]) if row[0] in ("alloc", "fill") else None, row[-1]] for row in recorded(f"ops_{name}")["ops"]]
     assert scripts.digest(rows) == FORETOLD["scripts"][name]["policies"]["windows"]["rows"]
     assert not FORETOLD["scripts"][name]["hangs_on_addresses"]
 
