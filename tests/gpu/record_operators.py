@@ -1,4 +1,4 @@
-"""Record what each operator of operator_cases.py asks of the caching allocator.
+"""Record what each operator of operator_cases.py and more_operator_cases.py asks of the caching allocator.
 
     python tests/gpu/record_operators.py OUT.jsonl [SECONDS] [SECTION ...]
 
@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _recording import device
-from operator_cases import cases
+import more_operator_cases
+import operator_cases
 
 
 class History:
@@ -85,7 +87,7 @@ def main(out, seconds=70.0, *wanted):
     sections = {}
     with Path(out).open("w") as file:
         file.write(json.dumps(head) + "\n")
-        for section, name, build in cases(torch):
+        for section, name, build in chain(operator_cases.cases(torch), more_operator_cases.cases(torch)):
             if wanted and section not in wanted:
                 continue
             if time.monotonic() - start > float(seconds):
