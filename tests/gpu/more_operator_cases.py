@@ -151,7 +151,8 @@ def scattering(torch):
 
         yield "scattering", f"coalesce r{rows} n{count} w{width}_ng", coalesce
 
-        def product(device, rows=min(rows, 20_000), count=count, width=width):
+        def product(device, rows=rows, count=count, width=width):
+            rows = min(rows, 20_000)
             i, v, x = torch.randint(0, rows, (2, count), device=device), torch.rand(count, device=device), torch.randn(rows, width, device=device)
             a = torch.sparse_coo_tensor(i, v, (rows, rows)).coalesce()
             return (x,), lambda x: torch.sparse.mm(a, x)
@@ -239,7 +240,7 @@ def cells(torch):
         for name, fn in {
             "bmm": lambda x: torch.bmm(x, x.mT), "einsum3": lambda x: torch.einsum("bij,bkj,bk->bi", x, x, x[:, :, 0]), "einsum_outer": lambda x: torch.einsum("bi,bj->bij", x[:, 0], x[:, 1]), "tensordot": lambda x: torch.tensordot(x, x, dims=([1, 2], [1, 2])), "kron": lambda x: torch.kron(x[0, :16, :16], x[1, :16, :16]), "block_diag": lambda x: torch.block_diag(*x[:4]), "baddbmm": lambda x: torch.baddbmm(x[:, :1], x, x.mT),
             "matmul_expand": lambda x: x[:, None] @ x[None, :1].mT, "dropout": lambda x: nn.functional.dropout(x, 0.3), "alpha_dropout": lambda x: nn.functional.alpha_dropout(x, 0.3, training=True), "repeat": lambda x: x.repeat(2, 1, 1), "repeat_interleave": lambda x: x.repeat_interleave(3, dim=1), "tile": lambda x: x.tile(2), "stack": lambda x: torch.stack([x, x]), "cumsum": lambda x: x.cumsum(1), "unfold": lambda x: x.unfold(1, 4, 2).contiguous(), "tril": lambda x: x.tril(), "clone_t": lambda x: x.mT.contiguous(), "to_float": lambda x: x.float().to(x.dtype), "softmax_dim1": lambda x: x.softmax(1),
-            "rotary": lambda x: torch.cat([-x[..., 50:], x[..., :50]], -1) * x.cos() + x * x.sin(), "chunk_mul": lambda x: (lambda a, b: a * nn.functional.silu(b))(*x.chunk(2, -1)), "split_sum": lambda x: sum(x.split(10, 1)), "logsumexp": lambda x: x.logsumexp((1, 2)), "pow": lambda x: x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * x, "expand_add": lambda x: x + x[:1, :, :1], "index_last": lambda x: x[..., [0, 3, 5]], "masked_fill_inf": lambda x: x.masked_fill(torch.ones(x.shape[1], x.shape[2], dtype=torch.bool, device=x.device).triu(1), float("-inf")).softmax(-1), "movedim": lambda x: x.movedim(0, -1).reshape(-1, x.shape[0]) @ x[:, 0, :3],
+            "rotary": lambda x: torch.cat([-x[..., 50:], x[..., :50]], -1) * x.cos() + x * x.sin(), "chunk_mul": lambda x: x.chunk(2, -1)[0] * nn.functional.silu(x.chunk(2, -1)[1]), "split_sum": lambda x: sum(x.split(10, 1)), "logsumexp": lambda x: x.logsumexp((1, 2)), "pow": lambda x: x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * x, "expand_add": lambda x: x + x[:1, :, :1], "index_last": lambda x: x[..., [0, 3, 5]], "masked_fill_inf": lambda x: x.masked_fill(torch.ones(x.shape[1], x.shape[2], dtype=torch.bool, device=x.device).triu(1), float("-inf")).softmax(-1), "movedim": lambda x: x.movedim(0, -1).reshape(-1, x.shape[0]) @ x[:, 0, :3],
         }.items():  # fmt: skip
             yield "cells", f"{name} {short}", lambda device, fn=fn, dtype=dtype: (_plain(torch, (16, 60, 100), dtype=dtype)(device), fn)
     for name, fn in {"abs": lambda z: z.abs(), "angle": lambda z: z.angle(), "mul": lambda z: z * z.conj(), "matmul": lambda z: z @ z.mT, "einsum": lambda z: torch.einsum("bij,jk->bik", z, z[0].mT.contiguous()), "exp": torch.exp, "real": lambda z: (z * z).real, "polar": lambda z: torch.polar(z.real, z.imag), "sum": lambda z: z.sum(0), "mean": lambda z: z.mean(), "norm": lambda z: z.norm(), "solve": lambda z: torch.linalg.solve(z + 99 * torch.eye(60, device=z.device), z)}.items():

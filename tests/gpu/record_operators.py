@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _recording import device
 import more_operator_cases
 import operator_cases
+from _recording import device
 
 
 class History:
