@@ -24,9 +24,15 @@ def test_the_answer_ran_two_steps_on_the_device_and_the_next_did_not(name):
     fits = {row["batch"]: row["fits"] for row in found["log"]}
     assert found["exact"]
     assert (fits[found["answer"]], fits[found["answer"] + 1]) == (True, False)
-    if name != "kv":  # by the code of that day; what the present code makes of its tries is below
-        assert found["tries"] <= 8
-        assert found["ooms"] <= 2
+    assert found["tries"] <= 8
+    assert found["ooms"] <= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fresh_processes_ran_two_steps_of_the_answer_and_ran_out_of_memory_at_the_next(name):
+    found = searches.told(name)
+    answer = found["nbmemprof"]["answer"]
+    assert (found["fresh"][str(answer)], found["fresh"][str(answer + 1)]) == ("fits", "out of memory")
 
 
 @pytest.mark.parametrize("name", NAMES)
