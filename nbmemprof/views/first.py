@@ -18,6 +18,7 @@ from typing import Any
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_time_us
 from nbmemprof.views import findings, kernels, ledger_bar, pictures, replayed, text, tree
+from nbmemprof.views._display import put, shell
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import Svg, clean, middle
 
@@ -76,16 +77,15 @@ def show(capture: Capture, display_id: str | None = None, *, update: bool = Fals
     update
         Replace the output with this id instead of adding one.
     """
-    ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
+    if shell() is None:
         sys.stdout.write(text.report(capture) + "\n")
         return
-    waits = not update and hasattr(ipython.get_ipython(), "kernel") and replayed.applies(capture) and replayed.known(capture) is None
+    waits = not update and hasattr(shell(), "kernel") and replayed.applies(capture) and replayed.known(capture) is None
     name = display_id or (f"nbmemprof-{uuid.uuid4().hex[:12]}" if waits else None)
     options: dict[str, Any] = {"display_id": name} if name else {}
-    ipython.display.display(bundle(capture), raw=True, **options, **({"update": True} if update else {}))
+    put(bundle(capture), **options, **({"update": True} if update else {}))
     if waits:
-        replayed.later(capture, lambda: ipython.display.display(bundle(capture), raw=True, display_id=name, update=True))
+        replayed.later(capture, lambda: put(bundle(capture), display_id=name, update=True))
 
 
 def _wrap(body: str) -> str:

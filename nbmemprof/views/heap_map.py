@@ -6,7 +6,6 @@ from being given back stands beside it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -21,6 +20,7 @@ from nbmemprof.analyses._sites import site_of_stacks
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count
 from nbmemprof.views import _theme, text
+from nbmemprof.views._display import put
 from nbmemprof.views._facts import Device, Facts, facts
 from nbmemprof.views.first import BUDGET_BYTES, Mount, image, rows_of
 from nbmemprof.views.pictures import WIDTH
@@ -296,9 +296,4 @@ def _details(known: Facts, device: Device) -> str:
 
 def show(capture: Capture) -> None:
     """Display it in IPython, print it elsewhere: the view ``heap_map``."""
-    made = bundle(capture)
-    ipython: Any = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        sys.stdout.write(made["text/plain"] + "\n")
-    else:
-        ipython.display.display(made, raw=True)
+    put(bundle(capture))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.units import format_bytes, format_count
+from nbmemprof.views._display import put
 from nbmemprof.views.first import Mount
 from nbmemprof.views.svg import clean, middle
 from nbmemprof.views.text import aligned
@@ -39,12 +39,7 @@ def bundle(frame: pl.DataFrame, notes: Sequence[str] = (), top: int = 20) -> dic
 
 def display(frame: pl.DataFrame, notes: Sequence[str] = (), top: int = 20) -> None:
     """Display it in IPython, print it elsewhere."""
-    made = bundle(frame, notes, top)
-    ipython: Any = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        sys.stdout.write(made["text/plain"] + "\n")
-    else:
-        ipython.display.display(made, raw=True)
+    put(bundle(frame, notes, top))
 
 
 def headline(frame: pl.DataFrame) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -16,6 +15,7 @@ from nbmemprof.analyses.kernels import alike, kernels
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count, format_time_us
 from nbmemprof.views import _theme, text
+from nbmemprof.views._display import put
 from nbmemprof.views.svg import Svg, clean, middle, shorten
 
 __all__ = ["bundle", "has", "headline", "line_table", "picture", "plain", "section", "sentences", "show", "table"]
@@ -184,9 +184,4 @@ def bundle(capture: Capture) -> dict[str, str]:
 
 def show(capture: Capture) -> None:
     """Display it in IPython, print it elsewhere: the view ``kernels``."""
-    made = bundle(capture)
-    ipython: Any = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        sys.stdout.write(made["text/plain"] + "\n")
-    else:
-        ipython.display.display(made, raw=True)
+    put(bundle(capture))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from nbmemprof.capture import Capture
 from nbmemprof.views import replayed, text
+from nbmemprof.views._display import put
 from nbmemprof.views.first import Mount, image, rows_of
 from nbmemprof.views.svg import clean
 
@@ -33,9 +33,4 @@ def bundle(capture: Capture, confs: Sequence[str] | None = None, *, limit_bytes:
 
 def display(capture: Capture, confs: Sequence[str] | None = None, **options: Any) -> None:
     """Display it in IPython, print it elsewhere."""
-    made = bundle(capture, confs, **options)
-    ipython: Any = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        sys.stdout.write(made["text/plain"] + "\n")
-    else:
-        ipython.display.display(made, raw=True)
+    put(bundle(capture, confs, **options))
