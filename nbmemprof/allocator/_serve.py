@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +92,9 @@ class Requests:
 
 
 def serve(
-    requests: Requests, settings: Settings, *, torch: str | None, limit_bytes: int | None, capacity_bytes: int | None, policy: str | int = "ascending", keep: bool = False, runs: int = 1
-) -> Served:
+    requests: Requests, settings: Settings, *, torch: str | None, limit_bytes: int | None, capacity_bytes: int | None, policy: str | int = "ascending", keep: bool = False, runs: int = 1,
+    edit: Callable[[Words], Words] | None = None,
+) -> Served:  # fmt: skip
     """Run the requests; a refused one is skipped with its frees and counted.
 
     Parameters
@@ -101,6 +103,8 @@ def serve(
         Whether the events are written down.
     runs
         How many such runs there will be, which tells whether compiled code pays.
+    edit
+        Makes other operations of them, as many.
     """
     recording = requests.recording
     card: Any = recording.capture.meta.get("capacity_bytes")
@@ -108,6 +112,7 @@ def serve(
     records = 1 << 12
     model = Model(settings, rules_of(torch), limit_bytes=limit_bytes, capacity_bytes=capacity_bytes, card_bytes=card, policy=policy, records=records)
     operations, moments = requests.bound(model)
+    operations = operations if edit is None else edit(operations)
     rows = np.zeros(2 * max(requests.height, 1), np.int64)
     trace = np.zeros(len(operations) + (6 << 10) if keep else 0, np.int64)
     m = model.m

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from nbmemprof import heap
 from nbmemprof.analyses._detectors import DETECTORS, Finding, Seen
 from nbmemprof.analyses._trials import Trials, trials
 from nbmemprof.analyses._usage import USAGE
@@ -148,25 +149,24 @@ def _fewer(rank: int | None, device: int | None, recorded: dict[str, Any], other
 
 
 def _pools(capture: Capture) -> Iterator[Finding]:
-    wanted = pools(capture).filter(pl.col("kind").cast(pl.String) == "device", pl.col("advice") != "none")
-    lines = wanted.filter((pl.col("saved_bytes") >= _MIB) & ((pl.col("device_calls_saved") >= _CALLS) | (pl.col("advice") == "stream")))
-    for row in lines.sort("device_calls_saved", "saved_bytes", descending=True).head(_LINES).iter_rows(named=True):
+    """Lines that a replay shows to gain from memory of their own; where nothing could be replayed nothing is promised."""
+    wanted = pools(capture).filter(pl.col("origin") == "replayed", pl.col("advice") != "none", pl.col("saved_bytes") >= 0)
+    peak = max((int(c.reserved.max(initial=0)) for c in heap.curves(capture)), default=0)
+    lines = wanted.filter((pl.col("saved_bytes") >= max(_MIB, _WORTH * peak)) | (pl.col("device_calls_saved") >= _CALLS))
+    for row in lines.sort("saved_bytes", "device_calls_saved", descending=True).head(_LINES).iter_rows(named=True):
         where = row["site"] or f"The requests for {format_bytes(row['asked_bytes'])}"
         if row["advice"] == "stream":
-            finding = f"{where}: {row['pending_count']} of {row['count']} blocks waited for another stream after they were freed, {format_bytes(row['saved_bytes'])} at once."
+            finding = f"{where}: {row['pending_count']} of {row['count']} blocks waited for another stream after they were freed."
             action = "Allocate them on the stream that uses them last, or wait for an event before the free."
         else:
-            finding = f"{where}: {row['count']} blocks one after the other took {row['device_calls']} device calls for new memory; " + (
-                f"one buffer of {format_bytes(row['size_max_bytes'])} would do."
-                if row["advice"] == "buffer"
-                else f"an arena of {format_bytes(row['peak_bytes'])} would do."
-            )
-            action = (
-                "Make the tensor once and write into it (out=, copy_), or mp.BufferPool."
-                if row["advice"] == "buffer"
-                else "Allocate them from one torch.cuda.MemPool, or cut them from one tensor."
-            )
+            buffer = row["advice"] == "buffer"
+            need = f"one buffer of {format_bytes(row['size_max_bytes'])}" if buffer else f"an arena of {format_bytes(row['peak_bytes'])}"
+            finding = f"{where}: {row['count']} blocks, at most {row['peak_count']} alive at once, took {row['device_calls']} device calls for new memory; {need} would do."
+            action = "Make the tensor once and write into it (out=, copy_), or mp.BufferPool." if buffer else "Allocate them from one torch.cuda.MemPool, or cut them from one tensor."
+        low, high = row["saved_bytes"], row["saved_high_bytes"]
+        less = f"{format_bytes(low)} lower" if low == high else f"{format_bytes(low)} to {format_bytes(high)} lower"
         yield Finding(
-            "pools", finding, f"At most {row['peak_count']} alive at once, {format_bytes(row['size_bytes'])} in all; saves up to {format_bytes(row['saved_bytes'])}, {row['calls_saved']} allocs and frees.",
-            action, 0 if row["advice"] == "stream" else int(row["saved_bytes"]), row["rank"], row["device"],
+            "pools", finding,
+            f"Replayed so, the peak of reserved memory is {less if high else 'the same'}; it takes {row['device_calls_saved']} device calls fewer and {row['calls_saved']} allocs and frees. They ask for {format_bytes(row['size_bytes'])} in all.",
+            action, int(low), row["rank"], row["device"], "replayed",
         )  # fmt: skip

@@ -17,6 +17,7 @@ __all__ = ["device_line", "empty_reason", "headline", "report", "show", "tables"
 
 _DEVICES = 8
 _PARTS = 4
+_DIGITS = 5  # a range is printed with fewer than these behind the point, or not at all
 _ORIGINS = {
     "measured": "measured here",
     "recorded": "recorded elsewhere",
@@ -69,7 +70,8 @@ def does_not_fit(meta: dict[str, Any]) -> str:
         return f"does not fit: {alone}"
     at = f"{clean(needs.get('op') or 'a request')}{' in ' + clean(needs['layer']) if needs.get('layer') else ''} (asked {format_bytes(needs['refused_bytes'])})"
     room = f", of {format_bytes(limit)} allowed" if isinstance(limit, int) else f", of {format_bytes(capacity)}" if isinstance(capacity, int) else ""
-    text = f"does not fit: first refused at {at}; it needs at least about {format_bytes(needs['peak_allocated_bytes'])} and {format_bytes(outside)} beside the allocator{room}"
+    first = "does not fit at first, and the code caught the error: refused at" if needs.get("caught") else "does not fit: first refused at"
+    text = f"{first} {at}; {'with nothing refused ' if needs.get('caught') else ''}it needs at least about {format_bytes(needs['peak_allocated_bytes'])} and {format_bytes(outside)} beside the allocator{room}"
     return _joined(text, alone, "; ")
 
 
@@ -82,8 +84,9 @@ def _peak(device: Device) -> str:
     text = f"peak {format_bytes(peak)}"
     low, high = device.number("peak_allocated_low_bytes"), device.number("peak_allocated_high_bytes")
     unit = format_bytes(peak).rpartition(" ")[2]
-    if low is not None and high is not None and low != high:
-        text += f" (between {_in(low, unit)} and {_in(high, unit)})"
+    if low is not None and high is not None:
+        digits = next((d for d in range(1, _DIGITS) if format_bytes(low, d) != format_bytes(high, d)), None)
+        text += f" (between {_in(low, unit, digits)} and {_in(high, unit, digits)})" if digits else ""
     return text + (f" (reserved {_in(reserved, unit)})" if reserved else "")
 
 
@@ -93,9 +96,9 @@ def _state(device: Device) -> str:
     return text + (f" (reserved {_in(reserved, format_bytes(live).rpartition(' ')[2])})" if reserved else "") + ", peak unknown"
 
 
-def _in(size: int, unit: str) -> str:
+def _in(size: int, unit: str, digits: int = 1) -> str:
     """Print a size without its unit where that is the one the sentence already has."""
-    text = format_bytes(size)
+    text = format_bytes(size, digits)
     return text.removesuffix(f" {unit}") if text.endswith(f" {unit}") else text
 
 
@@ -214,7 +217,7 @@ def cell(name: str, value: object) -> str:
         return clean(" ← ".join(str(v) for v in value))
     if name.endswith(("bytes", "_iteration")) and isinstance(value, (int, float)):
         return format_bytes(value, 2)
-    if name.endswith("_us") and isinstance(value, (int, float)):
+    if (name.endswith("_us") or "_us_" in name) and isinstance(value, (int, float)):
         return format_time_us(value)
     if name in ("share", "ratio", "confidence") and isinstance(value, (int, float)):
         return f"{value:.1%}".replace("%", " %")

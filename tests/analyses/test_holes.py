@@ -52,6 +52,7 @@ def test_the_verbs_print_findings_stories_and_pools(capsys):
     a = Allocator()
     for _ in range(30):
         a.free(a.malloc(12 * MIB, PARTS))
+        a.empty_cache()
     told = advice.pools(mp.load(a.snapshot()))
     assert "train.py:2" in told
     assert "buffer" in told
