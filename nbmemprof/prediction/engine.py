@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from nbmemprof import _optional
+from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction import composites, habits, kernels, legal, patches
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.kernels import encoder
@@ -56,6 +57,12 @@ class Session:
             where.index_of = self.recorder.index_of
             stack.enter_context(self.recorder)
             stack.enter_context(habits.kept(torch, self))
+        except NbmemprofError:
+            stack.close()
+            raise
+        except Exception as error:  # no code of the user's has run: something of torch's is not where it was
+            stack.close()
+            raise legal.cant_fake(torch, f"{type(error).__name__}: {error}") from error
         except BaseException:
             stack.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import sys
 import warnings
@@ -304,7 +305,10 @@ def test_a_users_error_is_the_users_and_everything_is_put_back():
 
 
 @pytest.mark.cost(0.6)
-@pytest.mark.parametrize(("name", "value", "words"), [("_REGISTRY", "_ZN3c104impl5nowhereE", "not exported"), ("_ENSURE", "_ZN3c104impl5nowhereEv", "not exported"), ("_HOOKS", "_nowhere", "not exported"), ("_BUILT", 9, "another order")])
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("_REGISTRY", "_ZN3c104impl5nowhereE", "not exported"), ("_ENSURE", "_ZN3c104impl5nowhereEv", "not exported"), ("_HOOKS", "_nowhere", "not exported"),
+    ("_BUILT", 3, "another order"), ("_BUILT", 9, "another order"), ("_CONTEXT", 3, "another order|a fake step fails"), ("_CONTEXT", 5, "another order|a fake step fails"),
+])  # fmt: skip
 def test_a_torch_with_other_internals_is_refused_with_a_word(monkeypatch, name, value, words):
     before = untouched()
     monkeypatch.setattr(legal, name, value)
@@ -315,3 +319,15 @@ def test_a_torch_with_other_internals_is_refused_with_a_word(monkeypatch, name, 
     assert untouched() == before
     monkeypatch.undo()
     fake_run(lambda: torch.zeros(2, device="cuda"), device_row=H200)  # and it works where they are as they should be
+
+
+@pytest.mark.parametrize(("owner", "name"), [
+    ("torch.optim.optimizer", "_foreach_supported_types"), ("torch._C", "_dispatch_has_kernel_for_dispatch_key"), ("torch._subclasses.fake_tensor", "FakeTensorMode"), ("torch.library", "Library"),
+])  # fmt: skip
+def test_what_python_lacks_of_torchs_internals_is_refused_with_its_name(monkeypatch, owner, name):
+    before = untouched()
+    with monkeypatch.context() as context:
+        context.delattr(importlib.import_module(owner), name)
+        with pytest.raises(legal.CantFake, match=name):
+            fake_run(lambda: None, device_row=H200)
+    assert untouched() == before
