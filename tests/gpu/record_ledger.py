@@ -297,13 +297,13 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- cost
-def encoder() -> tuple[Any, Any, Callable[[], None]]:
-    """The CPU-bound step of the project's cost table: 12 layers of 512, batch 16 x 256, AdamW without foreach."""
+def encoder(batch: int = 16, length: int = 256) -> tuple[Any, Any, Callable[[], None]]:
+    """The CPU-bound step of the project's cost table: 12 layers of 512, batch 16 x 256, AdamW without foreach. With less to compute nothing hides the CPU's time."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(512, 8, small(2048, 64), batch_first=True)
     model = torch.nn.TransformerEncoder(layer, small(12, 2), enable_nested_tensor=False).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    x = torch.randn(small(16, 2), small(256, 8), 512, device=DEVICE)
+    x = torch.randn(small(batch, 2), small(length, 8), 512, device=DEVICE)
 
     def step() -> None:
         model(x).square().mean().backward()
@@ -383,31 +383,14 @@ def ratio(found: list[float]) -> dict[str, Any]:
     return {"ratio": round(statistics.median(found), 4), "interval": [round(medians[50], 4), round(medians[1949], 4)]}
 
 
-@stage
-def cost(out: Path) -> dict[str, Any]:
-    """Step time of the encoder in turns: plain, torch's history alone, recorded without and with attribution; then MemTracker and torch.profiler.
+def in_turns(step: Callable[[], None], ways: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]], count: int) -> dict[str, Any]:
+    """Median step of each way in each of ``count`` rounds, and over the rounds: milliseconds, and the ratio to the plain one of the same round.
 
-    ``ratio``: median over rounds of a way's median step over the plain one of the same round, with a 95 % bootstrap interval; the
-    order of the ways is drawn anew in each round, since a way's neighbour in time shares its disturbance of the host.
+    The order of the ways is drawn anew in each round, since a way's neighbour in time shares its disturbance of the host.
     """
-    import nbmemprof as mp
-
-    model, optimizer, step = encoder()
-    for _ in range(3):
-        step()
-    with mp.record(stacks="none"):  # what is loaded and met once
-        step()
-    nothing: Callable[..., Any] = lambda *_, **__: None
-    ways: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-        "plain": contextlib.nullcontext,
-        "torch's history alone": history_only,
-        "recorded without attribution": lambda: patched(_observe=nothing),
-        "recorded": lambda: mp.record(stacks="none"),
-        "recorded with stacks": lambda: mp.record(stacks="python"),
-    }
     rounds: list[dict[str, tuple[float, float]]] = []
     draw = random.Random(0)
-    for _ in range(small(36, 2)):
+    for _ in range(count):
         made: dict[str, tuple[float, float]] = {}
         for name in draw.sample(list(ways), len(ways)):
             rows = steps_ms(step, small(8, 2), ways[name]())
@@ -419,6 +402,35 @@ def cost(out: Path) -> dict[str, Any]:
             name: {"ms": round(statistics.median(r[name][which] for r in rounds), 3), "least_ms": round(min(r[name][which] for r in rounds), 3)} | ratio([r[name][which] / r["plain"][which] for r in rounds])
             for name in ways
         }
+    return found
+
+
+@stage
+def cost(out: Path) -> dict[str, Any]:
+    """Step time of the encoder in turns: plain, torch's history alone, recorded without and with attribution; then MemTracker and torch.profiler.
+
+    ``ratio``: median over rounds of a way's median step over the plain one of the same round, with a 95 % bootstrap interval. ``small_batch``: the same
+    model with 2 x 64, where the device waits for the CPU throughout.
+    """
+    import nbmemprof as mp
+
+    nothing: Callable[..., Any] = lambda *_, **__: None
+    ways: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+        "plain": contextlib.nullcontext,
+        "torch's history alone": history_only,
+        "recorded without attribution": lambda: patched(_observe=nothing),
+        "recorded": lambda: mp.record(stacks="none"),
+        "recorded with stacks": lambda: mp.record(stacks="python"),
+    }
+    found: dict[str, Any] = {}
+    for batch, length in ((2, 64), (16, 256)):
+        model, optimizer, step = encoder(batch, length)
+        for _ in range(3):
+            step()
+        with mp.record(stacks="none"):  # what is loaded and met once
+            step()
+        turns = in_turns(step, ways, small(32, 2))
+        found |= turns if batch == 16 else {"small_batch": turns}
     found["micro_us"] = {name: micro(small(20000, 200), way()) for name, way in ways.items()}
     gc.collect()
     from torch.distributed._tools.mem_tracker import MemTracker
