@@ -34,7 +34,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Terms:
-    """What an attempt supposes: settings, torch version, limits; whether the trace begins with an empty heap; private pools made without splitting."""
+    """What an attempt supposes: settings, torch version, limits; whether the trace begins with an empty heap; private pools made without splitting; segments (their addresses) that were not there at the beginning, though no event tells that they were taken."""
 
     settings: Settings
     torch: str | None
@@ -43,6 +43,7 @@ class Terms:
     card_bytes: int | None
     empty: bool
     whole: frozenset[str] = frozenset()
+    later: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -99,7 +100,7 @@ def prepare(recording: Recording, terms: Terms, leave_out: frozenset[int] = froz
         model.add_pool(no_split=name in terms.whole)
     trace = recording.bind(model)
     rows = np.zeros(2 * max(recording.rows.height, 1), np.int64)
-    said = [] if terms.empty else recording.lay_out(model, rows, leave_out)
+    said = [] if terms.empty else recording.lay_out(model, rows, leave_out, terms.later)
     seen = _seen_empty_caches(recording)
     bursts = int(((recording.kind == M.SEGMENT_FREE) | (recording.kind == M.SEGMENT_UNMAP)).sum())
     moments = np.full(2 * (bursts if seen is None else len(seen)) + 2, -1, np.int64)
@@ -204,6 +205,13 @@ def end_differs(recording: Recording, model: Model) -> dict[str, Any] | None:
     same = (blocks["size_bytes"].to_numpy() == ours["size"][here]) & (blocks["state"].cast(pl.String).to_numpy().astype(str) == state)
     if not same.all():
         return mismatch_at(recording, end, f"the block at {int(theirs[np.argmin(same)]):#x} of the final picture has another size or state than the rules give", None)
+    told = (state != "inactive") & blocks["requested_bytes"].is_not_null().to_numpy()
+    same = ~told | (blocks["requested_bytes"].fill_null(0).to_numpy() == ours["requested"][here])
+    if not same.all():
+        return mismatch_at(recording, end, f"for the block at {int(theirs[np.argmin(same)]):#x} of the final picture another size was asked for than in the trace", None)
+    same = blocks["stream"].fill_null(0).to_numpy() == np.where(blocks["stream"].is_null().to_numpy(), 0, ours["stream"][here])
+    if not same.all():
+        return mismatch_at(recording, end, f"the block at {int(theirs[np.argmin(same)]):#x} of the final picture is another stream's than in the trace", None)
     return None
 
 

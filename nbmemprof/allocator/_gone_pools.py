@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._attempt import Followed, times
+from nbmemprof.allocator._model import Words
 from nbmemprof.allocator._recording import UNNAMED, Recording
 
-__all__ = ["reroute"]
+__all__ = ["Division", "reroute", "supposed"]
 
 _SIDEWAYS = 40  # steps without getting further before the search gives up: within a flush segments are taken off one by one
 
 
-def reroute(found: Followed, again: Callable[[], Followed]) -> tuple[Followed, Callable[[], None] | None]:
+@dataclass(frozen=True)
+class Division:
+    """Which requests are taken for which pool's, and how far the trace is followed with it."""
+
+    found: Followed
+    trace: Words
+    names: list[str]
+    segments: int  # given to private pools
+
+    @classmethod
+    def of(cls, found: Followed, segments: int = 0) -> Division:
+        """As the recording has it now."""
+        return cls(found, found.recording.trace.copy(), list(found.recording.pool_names), segments)
+
+    def apply(self) -> None:
+        """Let the recording have it again."""
+        self.found.recording.trace[:] = self.trace
+        self.found.recording.pool_names[:] = self.names
+
+
+def reroute(found: Followed, again: Callable[[], Followed]) -> list[Division]:
     """Whether segments that are gone at the end were private pools': a segment is taken for one where the trace is then followed further.
 
     At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
     A pool gives its segments back when it has gone, so those that went together are tried as one pool first.
-    Returns the best attempt, and where it is not exact what undoes the routing.
+    Returns the division that the recording tells, then those with which the trace was followed further and further; the last is in the recording.
     """
-    recording, first = found.recording, found
-    before, names = recording.trace.copy(), list(recording.pool_names)
+    recording = found.recording
     search = _Search(recording, again)
-    best, best_state = found, (before, names)
+    trail = [Division.of(found)]
     while not found.exact and search.tries > 0:
         step = search.step(found)
         if step is None:
             break
         found = step
-        if found.exact or _reached(found) > _reached(best):
-            best, best_state, search.sideways = found, (recording.trace.copy(), list(recording.pool_names)), 0
+        if found.exact or _reached(found) > _reached(trail[-1].found):
+            trail.append(Division.of(found, len(search.routed)))
+            search.sideways = 0
         elif search.sideways > _SIDEWAYS:
             break
-    recording.trace[:] = best_state[0]
-    recording.pool_names[:] = best_state[1]
-    if best is first:
-        return first, None
-    made = len(best_state[1]) - len(names)
-    best.inferred.append(
-        f"{times(len(search.routed), 'segment')} that served some requests only and are gone at the end are taken for private pools' ({made} without a name): "
+    trail[-1].apply()
+    if len(trail) > 1:
+        trail[-1].found.inferred.append(supposed(trail[0], trail[-1]))
+    return trail
+
+
+def supposed(first: Division, last: Division) -> str:
+    """What a division supposes, as a sentence."""
+    return (
+        f"{times(last.segments, 'segment')} that served some requests only and are gone at the end are taken for private pools' ({len(last.names) - len(first.names)} without a name): "
         "with them the rest is followed, though another division into pools could do so too"
     )
-
-    def undo() -> None:
-        recording.trace[:] = before
-        recording.pool_names[:] = names
-
-    return best, None if best.exact else undo
 
 
 def _reached(found: Followed) -> int:

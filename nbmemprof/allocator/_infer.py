@@ -9,9 +9,10 @@ from typing import Any
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
 from nbmemprof.allocator._attempt import Followed, Terms, attempt
-from nbmemprof.allocator._gone_pools import reroute
+from nbmemprof.allocator._gone_pools import Division, reroute, supposed
 from nbmemprof.allocator._limits import Bounds, roundest
-from nbmemprof.allocator._missing import locate, refusal_by_stack
+from nbmemprof.allocator._missing import locate, refusal_by_stack, shown
+from nbmemprof.allocator._one_more import certain, divided_with_one_more
 from nbmemprof.allocator._recording import Recording, recordings
 from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.allocator.rounding import ROUND_LARGE, divisions_of
@@ -19,6 +20,9 @@ from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 
 __all__ = ["Followed", "as_recorded", "recorded_settings", "replayable"]
+
+_MANY_SEGMENTS = 12  # of which each is tried
+
 
 def as_recorded(capture: Capture, limit_bytes: int | None, capacity_bytes: int | None, torch: str | None) -> list[Followed]:
     """Follow every device's trace under the settings that it was recorded with; kept with the capture."""
@@ -103,10 +107,11 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
     def under(**changed: Any) -> Followed:
         return attempt(recording, replace(terms, **changed))
 
-    found, undo = under(), None
+    found, trail = under(), []
     if not found.exact and len(recording.pool_names) > 1:
-        found = first = _unsplit(found, recording.pool_names[1:], lambda whole: under(whole=whole))
-        found, undo = reroute(found, under)
+        found = _unsplit(found, recording.pool_names[1:], lambda whole: under(whole=whole))
+        trail = reroute(found, lambda: attempt(recording, found.terms))
+        found = trail[-1].found
     if open_ and not found.exact:
         found = _narrow(found, bounds.widest(), lambda limit: under(limit_bytes=limit))
         if not found.exact and (free := under(limit_bytes=None)).exact:  # the collector never ran: what was given back was empty_cache()'s doing
@@ -115,22 +120,52 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
             said = [text for text in said if not text.startswith("a memory limit of")]
     if not found.exact and recording.may_be_whole:
         if recording.cached_at_start():
-            cached = under(empty=False)
-            found = cached if cached.exact else found
+            found = _cached(found, recording, under)
         elif found.mismatch is not None and found.mismatch["expected"] is not None:
             found.mismatch["reason"] += "; or the trace began with this segment cached and nothing live, which no event tells"
     if found.exact:
         found.mismatch = refusal_by_stack(found)
     else:
-        whole = locate(found)
-        if not whole and undo is not None:
-            undo()
-            found = first
-            whole = locate(found)
-        if not whole and found.mismatch is not None and recording.pools_may_be_gone():
-            found.mismatch["reason"] += "; or it was a request of a private pool that is gone at the end, which no event of this torch names"
+        found = _located(found, trail)
     found.inferred = [*said, *found.inferred]
     return found
+
+
+def _cached(found: Followed, recording: Recording, under: Callable[..., Followed]) -> Followed:
+    """Whether the trace began with segments cached and nothing live; that one of them came later, and that event is missing, is tried too."""
+    tried = [found, under(empty=False)]
+    if not tried[-1].exact:
+        first = recording.first_segments()
+        begin = first["addr"].to_numpy().view("int64").tolist()
+        tried += [under(empty=False, later=frozenset([addr])) for addr in begin] if 1 < len(begin) <= _MANY_SEGMENTS else []
+    exact = [one for one in tried if one.exact]
+    return exact[0] if exact else max(tried, key=lambda one: int(one.model.m[M.AT]))
+
+
+def _located(found: Followed, trail: list[Division]) -> Followed:
+    """Name the event that is missing; ``trail``: the divisions into private pools that were tried, where there may have been pools that are gone."""
+    if not trail or not found.recording.pools_may_be_gone():
+        locate(found)
+        return found
+    trail[0].apply()
+    undivided = attempt(found.recording, found.terms) if len(trail) > 1 else found
+    if locate(undivided, part=len(trail) < 2) or (len(trail) < 2 and undivided.mismatch is not None and "missing" in undivided.mismatch):
+        return undivided
+    trail[-1].apply()
+    if shown(found, certain(found)) or locate(found, part=False):
+        return found
+    division = divided_with_one_more(trail) if len(trail) > 1 else None
+    if division is not None and locate(division.found, part=False):
+        division.found.inferred.append(supposed(trail[0], division))
+        return division.found
+    trail[-1].apply()
+    _say_pools(found)
+    return found
+
+
+def _say_pools(found: Followed) -> None:
+    if found.mismatch is not None:
+        found.mismatch["reason"] += "; or it was a request of a private pool that is gone at the end, which no event of this torch names"
 
 
 def _unsplit(found: Followed, names: list[str], again: Callable[[frozenset[str]], Followed]) -> Followed:

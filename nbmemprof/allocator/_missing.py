@@ -24,11 +24,12 @@ from nbmemprof.allocator._recording import Recording
 from nbmemprof.allocator._suspects import Suspect, suspects
 from nbmemprof.units import format_bytes, format_count
 
-__all__ = ["locate", "refusal_by_stack"]
+__all__ = ["Trials", "locate", "refusal_by_stack", "shown"]
 
 _NO_STACK = (1 << 32) - 1
 _INTERPRETED, _COMPILED = 800_000, 60_000_000  # events followed in all trials, about 8 s at most
 _FURTHER = 64  # events that one more must explain where it does not explain all: what the rules would do here always explains one
+_BEYOND = 6  # places looked at behind a border
 _EACH = 128  # places that are tried one by one; of more the borders are found by halving
 
 
@@ -40,44 +41,64 @@ class _Found:
     reached: int  # first event at which the trace still differs; one more than there are for none
 
 
-def locate(found: Followed) -> bool:
+def locate(found: Followed, *, part: bool = True) -> bool:
     """Write to the mismatch which event is ``missing`` and ``between`` which places it was; the verdict is about the last of them.
 
-    Returns whether that one event explains the whole trace.
+    Returns whether that one event explains the whole trace; ``part``: write it too where it explains much of it and no more.
     """
     mismatch, recording = found.mismatch, found.recording
     if mismatch is None:
         return True
-    trials, best = _Trials(found), None
+    trials, best = Trials(found), None
     for suspect in suspects(found):
         place = trials.places(suspect)
         if place is not None and (best is None or place.reached > best.reached):
             best = place
         if trials.spent > trials.budget or (best is not None and best.reached > trials.end):
             break
-    if best is not None and (best.reached > trials.end or best.reached >= trials.at + _FURTHER):
+    if best is not None and (best.reached > trials.end or (part and best.reached >= trials.at + _FURTHER)):
         _tell(recording, mismatch, best)
     return best is not None and best.reached > trials.end
 
 
-def _tell(recording: Recording, mismatch: dict[str, Any], best: _Found) -> None:
-    suspect, end = best.suspect, recording.events.height
-    action = ACTIONS[suspect.kind]
-    mismatch["missing"] = {"action": action, "addr": suspect.addr, "bytes": suspect.size, "stream": suspect.stream}
-    mismatch["between"] = [best.low, best.high]
-    what = f"{'an' if action[0] in 'ao' else 'a'} {action}"
-    if suspect.kind == M.OOM:
-        what += " (a request that was refused)"
+def shown(found: Followed, suspect: Suspect | None) -> bool:
+    """Write to the mismatch an event that the trace itself shows to be missing: where it was follows from what must have come before and after it, whatever the pools are. Returns whether there is one."""
+    if suspect is None or suspect.certain is None or found.mismatch is None:
+        return False
+    (low, high), end = suspect.certain, found.recording.events.height
+    what = _named(found.mismatch, suspect)
+    last = f"event {format_count(high)}" if high < end else "the end"
+    if low == high:
+        reason = f"{what} is missing right before {last}, as its neighbours show"
     else:
-        what += f" of {format_bytes(suspect.size)} at {suspect.addr:#x}"
+        reason = f"{what} is missing: it was behind event {format_count(low - 1)} and before {last}, as both show; which requests were those of private pools that are gone is not known, so no rule tells more"
+    _put(found.recording, found.mismatch, (low, high), reason)
+    return True
+
+
+def _tell(recording: Recording, mismatch: dict[str, Any], best: _Found) -> None:
+    end, what = recording.events.height, _named(mismatch, best.suspect)
     rest = "all the rest follows" if best.reached > end else f"the rest follows up to event {format_count(best.reached)}"
     place = f"before event {format_count(best.high)}" if best.high < end else "behind the last event"
     if best.low == best.high:
         reason = f"{what} is missing right {place}: with it there {rest}"
     else:
         reason = f"{what} is missing, lost between events {format_count(best.low)} and {format_count(best.high)}: at any place from the one to the other {rest}, and nothing recorded tells which it was"
-    # wherever it was, from the last such place on the trace is not what happened
-    mismatch.update(mismatch_at(recording, best.high, reason, dict(mismatch["missing"])) | {"noticed": mismatch["index"]})
+    _put(recording, mismatch, (best.low, best.high), reason)
+
+
+def _named(mismatch: dict[str, Any], suspect: Suspect) -> str:
+    """Write down which event is missing; returns it in words."""
+    action = ACTIONS[suspect.kind]
+    mismatch["missing"] = {"action": action, "addr": suspect.addr, "bytes": suspect.size, "stream": suspect.stream}
+    what = f"{'an' if action[0] in 'ao' else 'a'} {action}"
+    return f"{what} (a request that was refused)" if suspect.kind == M.OOM else f"{what} of {format_bytes(suspect.size)} at {suspect.addr:#x}"
+
+
+def _put(recording: Recording, mismatch: dict[str, Any], between: tuple[int, int], reason: str) -> None:
+    """Write down the places; wherever it was, from the last of them on the trace is not what happened."""
+    mismatch["between"] = list(between)
+    mismatch.update(mismatch_at(recording, between[1], reason, dict(mismatch["missing"])) | {"noticed": mismatch["index"]})
 
 
 def refusal_by_stack(found: Followed) -> dict[str, Any] | None:
@@ -118,7 +139,7 @@ def _calls_of_empty_cache(recording: Recording) -> set[int]:
     return found
 
 
-class _Trials:
+class Trials:
     """Follow the trace with one event more; beginnings that were followed once are kept."""
 
     def __init__(self, found: Followed) -> None:
@@ -186,11 +207,12 @@ class _Trials:
     def _around(self, suspect: Suspect, where: list[int], at: int, best: int) -> tuple[int, int]:
         """Return the first and last of the places (their positions) at which the trace is followed as far as at this one."""
         until = self.end if self.found.model.m[M.GC_ON] else min(self.end, max(self.at, suspect.high) + 2)
-        known = {at: True}
+        known, most_spent = {at: True}, self.spent + self.budget // 2
 
         def good(i: int, *, whole: bool = False) -> bool:
-            if self.spent > self.budget:
-                return known.get(i, False)
+            """Whether the trace is followed as far; a place that can't be tried any more counts as one."""
+            if self.spent > most_spent:
+                return known.get(i, True)
             if whole or i not in known:
                 reached = self.run(suspect, where[i], self.end if whole else until)
                 known[i] = reached >= best if whole else reached >= min(until, best)
@@ -209,16 +231,21 @@ class _Trials:
 
     @staticmethod
     def _border(far: int, near: int, good: Callable[[int], bool]) -> int:
-        """Return the position next to ``far`` that is still good, from ``near``, which is."""
+        """Return the position next to ``far`` that is still good, from ``near``, which is; single ones that are not are stepped over."""
         if good(far):
             return far
-        while abs(far - near) > 1:
-            middle = (far + near) // 2
-            if good(middle):
-                near = middle
-            else:
-                far = middle
-        return near
+        step, bad = (1 if far > near else -1), far
+        while True:
+            while abs(bad - near) > 1:
+                middle = (bad + near) // 2
+                if good(middle):
+                    near = middle
+                else:
+                    bad = middle
+            beyond = [i for i in range(near + 2 * step, near + (_BEYOND + 2) * step, step) if min(near, far) <= i <= max(near, far) and good(i)]
+            if not beyond:
+                return near
+            near, bad = beyond[-1], far
 
     # ------------------------------------------------------------------ one trial
     def run(self, suspect: Suspect, place: int, until: int | None = None) -> int:

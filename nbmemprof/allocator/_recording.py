@@ -155,6 +155,16 @@ class Recording:
         name = self.segments["pool_id"].cast(pl.String)[int(over[0])] if len(over) and not later else None
         return self.pool_names.index(name) if name in self.pool_names else 0
 
+    def pool_beside(self, addr: int, index: int) -> int | None:
+        """Number of the pool that the other requests ask of which a segment serves that is gone at the end; None where it has none."""
+        gone = self.segment_gone(addr, index)
+        if gone is None:
+            return None
+        begin, end = gone
+        inside = (self.kind[begin:end] == M.ALLOC) & (self.addr[begin:end] >= self.addr[begin]) & (self.addr[begin:end] < self.addr[begin] + self.size[begin])
+        pools = self.trace.reshape(-1, M.WORDS)[begin:end][inside, M.T_POOL]
+        return int(pools[0]) if len(pools) else None
+
     def pools_may_be_gone(self) -> bool:
         """Whether there were private pools, and segments of which no event tells that they were not such a pool's."""
         return not self.pools_told and len(self.pool_names) > 1 and bool(np.isin(self.kind, (M.SEGMENT_FREE, M.SEGMENT_UNMAP)).any())
@@ -208,10 +218,12 @@ class Recording:
         with_stacks = made["stack_id"].null_count() < made.height
         return first.height > 1 or (with_stacks and first.filter(stack.is_not_null()).is_empty())
 
-    def lay_out(self, model: Model, rows: Words, leave_out: frozenset[int] = frozenset()) -> list[str]:
-        """Build the heap as it was before the first event, without the rows to leave out; returns what had to be assumed."""
+    def lay_out(self, model: Model, rows: Words, leave_out: frozenset[int] = frozenset(), later: frozenset[int] = frozenset()) -> list[str]:
+        """Build the heap as it was before the first event, without the rows to leave out and the segments that came later; returns what had to be assumed."""
         first = int(self.curve.seq[0]) - 1
         segments = self.first_segments()
+        if later:
+            segments = segments.filter(~pl.Series(np.isin(int64(segments["addr"]), sorted(later))))
         blocks = heap.blocks_at(self.capture, first).filter(heap.matches(self.key)).sort("addr")
         start = np.flatnonzero(self.at_start)
         row_of = dict(zip(int64(self.rows["addr"])[start].tolist(), start.tolist(), strict=True))

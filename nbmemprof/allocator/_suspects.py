@@ -12,6 +12,7 @@ import polars as pl
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._attempt import ACTIONS, Followed
 from nbmemprof.allocator._held import Held
+from nbmemprof.allocator._recording import UNNAMED
 from nbmemprof.heap._columns import int64
 
 __all__ = ["Suspect", "suspects"]
@@ -25,7 +26,8 @@ class Suspect:
     """An event that may be missing: before one of the events ``low`` to ``high``.
 
     ``row``: the allocation that it belongs to, -1 for none; ``uses``: events that are of that allocation too, which the
-    recording could give to none. ``pool``: number of the pool that an alloc asks of.
+    recording could give to none. ``pool``: number of the pool that an alloc asks of. ``certain``: where it must
+    have been, if the trace itself shows that it is missing, whatever the pools are.
     """
 
     kind: int
@@ -37,6 +39,7 @@ class Suspect:
     row: int = -1
     uses: tuple[int, ...] = ()
     pool: int = 0
+    certain: tuple[int, int] | None = None
 
 
 def suspects(found: Followed) -> Iterator[Suspect]:
@@ -47,6 +50,7 @@ def suspects(found: Followed) -> Iterator[Suspect]:
     yield from clues.expected()
     yield from clues.allocs()
     yield from clues.segments_gone()
+    yield from clues.segments_never_made()
     yield from clues.refusals()
 
 
@@ -85,7 +89,7 @@ class _Clues:
             yield self._half(M.FREE_COMPLETED, i, i + 1, last if deferred else i + 1, row)
 
     def _half(self, kind: int, like: int, low: int, high: int, row: int) -> Suspect:
-        return Suspect(kind, int(self.addr[like]), int(self.size[like]), int(self.table[like, M.T_STREAM]), low, high, row)
+        return Suspect(kind, int(self.addr[like]), int(self.size[like]), int(self.table[like, M.T_STREAM]), low, high, row, certain=(low, high))
 
     # ------------------------------------------------------------------ what the rules would do here
     def expected(self) -> Iterator[Suspect]:
@@ -107,8 +111,15 @@ class _Clues:
         for evidence, addr, size, bytes_, stream, row, uses in sorted(found)[:_MOST]:
             low = self._free_since(addr, bytes_, min(evidence, self.at))
             high = min(self._next_request(), evidence)
-            for pool in dict.fromkeys((self.recording.pool_at(addr, evidence), 0)):
-                yield Suspect(M.ALLOC, addr, size, stream, min(low, high), high, row, uses, pool)
+            for pool in self._pools(addr, evidence):
+                yield Suspect(M.ALLOC, addr, size, stream, min(low, high), high, row, uses, pool, certain=self._bounds(addr, bytes_, evidence) if uses or self.found.terms.empty or self._used(addr, bytes_, evidence) else None)
+
+    def _pools(self, addr: int, evidence: int) -> list[int]:
+        """Numbers of the pools that the request can have asked of, the likeliest first."""
+        r = self.recording
+        beside = r.pool_beside(addr, min(evidence, self.end - 1)) if len(r.pool_names) > 1 and not r.pools_told else None
+        unnamed = [i for i, name in enumerate(r.pool_names) if name.startswith(UNNAMED)] if beside is None else []
+        return list(dict.fromkeys([*([] if beside is None else [beside]), r.pool_at(addr, evidence), 0, *unnamed]))
 
     def _strays(self) -> Iterator[tuple[Any, ...]]:
         """Frees of an address that was free already, which the tables give to no allocation."""
@@ -127,8 +138,8 @@ class _Clues:
         evidence = np.minimum(np.searchsorted(r.curve.seq, seq), self.end)
         keep = evidence >= self.at
         if not self.found.terms.empty:
-            meant = [e["addr"] for e in (self.mismatch["expected"], self.mismatch["found"]) if e is not None]
-            keep &= np.any([(begin <= a) & (a < begin + np.maximum(size, 1)) for a in meant] or [keep & False], axis=0)
+            meant = [(e["addr"], max(e["bytes"], 1)) for e in (self.mismatch["expected"], self.mismatch["found"]) if e is not None]
+            keep &= np.any([(begin < a + n) & (a < begin + np.maximum(size, 1)) for a, n in meant] or [keep & False], axis=0)
         stream = int64(r.rows["stream"])[rows]
         for i in np.flatnonzero(keep).tolist():
             yield int(evidence[i]), int(begin[i]), int(asked[i]), int(size[i]), int(stream[i]), int(rows[i]), ()
@@ -145,6 +156,19 @@ class _Clues:
         both = np.concatenate([ends[ends <= before], made])
         return int(both.max()) if len(both) else 0
 
+    def _used(self, addr: int, bytes_: int, before: int) -> bool:
+        """Whether something else held a part of this range in the trace, so that it was not held from the beginning."""
+        inside = (self.kind[:before] == M.ALLOC) & (self.addr[:before] < addr + max(bytes_, 1)) & (self.addr[:before] + np.maximum(self.size[:before], 1) > addr)
+        return bool(inside.any())
+
+    def _bounds(self, addr: int, bytes_: int, evidence: int) -> tuple[int, int]:
+        """Return the first and last place of an alloc: its range is free from the one on, and the other event needs it; right behind the segment that was taken for it."""
+        low = self._free_since(addr, bytes_, evidence)
+        taken = low - 1
+        if taken >= 0 and self.kind[taken] == M.SEGMENT_ALLOC and self.addr[taken] == addr:
+            return low, low
+        return min(low, evidence), evidence
+
     def _next_request(self) -> int:
         """Return the first event from the difference on that is no memory taken or given back: an alloc may be missing right behind what was done for it."""
         for i in range(self.at, self.end):
@@ -157,20 +181,46 @@ class _Clues:
         """Memory that is given out again, that the rules would use and the trace has no more, or that is not in the final picture: that it was given back is missing."""
         r, held = self.recording, Held()
         moves = np.flatnonzero((self.kind >= M.SEGMENT_ALLOC) & (self.kind <= M.SEGMENT_UNMAP))
-        gone: list[tuple[int, tuple[int, int, int]]] = []
+        gone: list[tuple[int, tuple[int, int, int], bool]] = []
         wanted = self.mismatch["expected"]
         for i in moves.tolist():
             if i >= self.at and wanted is not None and wanted["action"] == "alloc":
-                gone += [(self.at, one) for one in held.over(wanted["addr"], 1)]
+                gone += [(self.at, one, False) for one in held.over(wanted["addr"], 1)]
                 wanted = None
-            gone += [(i, one) for one in held.move(int(self.kind[i]), int(self.addr[i]), int(self.size[i]), int(self.table[i, M.T_STREAM]))]
+            gone += [(i, one, True) for one in held.move(int(self.kind[i]), int(self.addr[i]), int(self.size[i]), int(self.table[i, M.T_STREAM]))]
         if r.has_picture:
             there = set(int64(r.segments["addr"]).tolist())
-            gone += [(self.end, one) for one in held.classic() if one[0] not in there]
-        for high, (begin, size, stream) in gone[:_MOST]:
+            gone += [(self.end, one, True) for one in held.classic() if one[0] not in there]
+        for high, (begin, size, stream), certain in gone[:_MOST]:
             kind = M.SEGMENT_FREE if begin in held.segments else M.SEGMENT_UNMAP
             touched = np.flatnonzero((self.addr[:high] >= begin) & (self.addr[:high] < begin + size) & (self.kind[:high] != M.OOM))
-            yield Suspect(kind, begin, size, stream, int(touched[-1]) + 1 if len(touched) else 0, high)
+            low = int(touched[-1]) + 1 if len(touched) else 0
+            yield Suspect(kind, begin, size, stream, low, high, certain=(low, high) if certain else None)
+
+    def segments_never_made(self) -> Iterator[Suspect]:
+        """Segments that are given back, or in the final picture, and were never taken: that they were is missing, right before the first use of them."""
+        r = self.recording
+        if not self.found.terms.empty:
+            return
+        moves = np.flatnonzero((self.kind == M.SEGMENT_ALLOC) | (self.kind == M.SEGMENT_FREE))
+        held: set[int] = set()
+        lost: list[tuple[int, int, int, int]] = []
+        for i in moves.tolist():
+            begin = int(self.addr[i])
+            if self.kind[i] == M.SEGMENT_ALLOC:
+                held.add(begin)
+            elif begin in held:
+                held.discard(begin)
+            else:
+                lost.append((i, begin, int(self.size[i]), int(self.table[i, M.T_STREAM])))
+        columns = (int64(r.segments["addr"]).tolist(), r.segments["size_bytes"].to_list(), int64(r.segments["stream"]).tolist(), r.segments["is_expandable"].to_list())
+        lost += [(self.end, begin, size, stream) for begin, size, stream, expandable in zip(*columns, strict=True) if not expandable and begin not in held]
+        for until, begin, size, stream in lost[:_MOST]:
+            before = moves[(moves < until) & (self.addr[moves] < begin + size) & (self.addr[moves] + self.size[moves] > begin)]
+            since = int(before[-1]) + 1 if len(before) else 0
+            used = np.flatnonzero((self.kind[since:until] == M.ALLOC) & (self.addr[since:until] >= begin) & (self.addr[since:until] < begin + size))
+            place = since + int(used[0]) if len(used) else until
+            yield Suspect(M.SEGMENT_ALLOC, begin, size, stream, place, place, certain=(place, place))
 
     def refusals(self) -> Iterator[Suspect]:
         """A request that was refused, behind the memory that was given back for it; how much it asked for is not known: sizes that a flush would not have served."""

@@ -49,3 +49,12 @@ def of_trace(name: str) -> tuple[dict[str, Any], dict[str, int]]:
     rows = zip(found["actions"], found["addrs"], found["sizes"], strict=True)
     trace = [{"action": _LETTERS[a], "addr": x + found["addr_base"], "size": s, "stream": 0, "time_us": i} for i, (a, x, s) in enumerate(rows)]
     return {"segments": [], "device_traces": [trace], "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": found["conf"]}}, found["peak"]
+
+
+def of_script(name: str) -> dict[str, Any]:
+    """The snapshot of ``h200/allocator/ops_NAME.json.gz``: a script of operations, with its private pools and what is there at the end."""
+    found = json.loads(gzip.decompress((FOLDER.parent / "h200" / "allocator" / f"ops_{name}.json.gz").read_bytes()))
+    pictured = of_requests(found | {"segs": [segment[:5] for segment in found["segs"]]})
+    for made, (*_, kind, pool) in zip(pictured["segments"], found["segs"], strict=True):
+        made |= {"segment_type": kind, "segment_pool_id": tuple(pool)}
+    return pictured

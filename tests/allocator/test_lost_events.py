@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recorded import of_requests, of_trace, requests, snapshot
+from recorded import of_requests, of_script, of_trace, requests, snapshot
 
 import nbmemprof as mp
 from nbmemprof.allocator import Device, verdict
@@ -71,6 +71,35 @@ def test_between_the_places_nothing_recorded_tells_and_outside_something_does(na
     after = next(i for i in range(high + 1, len(trace)) if trace[i - 1]["action"] != "free_requested")
     assert not judged(put_in(damaged, event, before))["exact"]
     assert not judged(put_in(damaged, event, after))["exact"]
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "certain"),
+    [
+        ("graph", 100, True), ("graph", 267, False), ("graph", 376, True), ("graph", 231, True), ("graph", 190, True), ("graph", 186, False), ("graph_streams", 93, False), ("graph_streams", 411, False),
+    ],
+)  # fmt: skip
+def test_where_private_pools_are_gone_the_place_follows_from_the_events_before_and_after_and_from_no_guess_of_pools(name, at, certain):
+    """Which requests were a gone pool's is not recorded; that memory was taken or given back twice, or a free has one half only, needs no pools."""
+    whole = of_script(name)
+    event = whole["device_traces"][0][at]
+    mismatch = judged(without(whole, at))["first_mismatch"]
+    low, high = mismatch["between"]
+    assert low <= at <= high == mismatch["index"]
+    assert (mismatch["missing"]["action"], mismatch["missing"]["addr"]) == (event["action"], event["addr"])
+    assert (low == high) == certain
+
+
+def test_the_final_picture_tells_the_size_that_was_asked_for_and_the_stream():
+    device = Device()
+    device.malloc("3MiB")
+    whole = device.snapshot()
+    assert judged(whole)["exact"]
+    (block,) = [b for s in whole["segments"] for b in s["blocks"] if b["state"] == "active_allocated"]
+    block["requested_size"] -= 1
+    told = judged(whole)
+    assert not told["exact"]
+    assert "another size was asked for" in told["text"]
 
 
 def tight(frames: dict | None = None) -> tuple[dict, int]:
