@@ -36,6 +36,7 @@ class Look:
     title: str = ""
     torch: str = ""
     outside_bytes: int | None = None
+    table_mib: int = 0  # what the catalogue has for it
     kernels: dict[Key, str] = field(default_factory=dict)
     why: str | None = None
 
@@ -81,7 +82,8 @@ def look(used: set[str], calls: list[Key], gpu: GPU) -> Look:
         watcher.listen(keep, limits)
         title, torch, reserved, kernels = found["used"]
         during = found["free"][0]
-        made = Look(title, torch, before - during - reserved, kernels)
+        table = max(getattr(gpu.outside, name) for name in ("kernels", "blas", "second_blas", "cudnn", "fft", "solver") if name in {"kernels", *used})
+        made = Look(title, torch, before - during - reserved, table, kernels)
         user.close()
         for _ in range(_LOOKS):  # the driver takes its time
             watcher.send("free")
@@ -124,7 +126,7 @@ def told(gpu: GPU, seen: Look) -> dict[str, Any]:
     """What a capture says of it."""
     if seen.why is not None:
         return {"calibration": {"why_not": seen.why}, "warnings": [f"not calibrated: {seen.why}"]}
-    return {"calibration": {"gpu": seen.title, "torch": seen.torch, "outside_bytes": seen.outside_bytes, "table_outside_mib": gpu.outside.solver, "attention": sorted({*seen.kernels.values()})}}
+    return {"calibration": {"gpu": seen.title, "torch": seen.torch, "outside_bytes": seen.outside_bytes, "table_outside_mib": seen.table_mib, "attention": sorted({*seen.kernels.values()})}}
 
 
 # ---------------------------------------------------------------------- the two processes

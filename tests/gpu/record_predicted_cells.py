@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -39,6 +42,8 @@ def main(out: Path) -> None:
     shell.colors = "nocolor"
     mp.load_ipython_extension(shell)
     rows: list[dict] = []
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False).stdout.strip().split(", ")
+    head = dict(zip(("device", "driver"), driver, strict=False)) | {"torch": version("torch"), "python": sys.version.split()[0], "date": datetime.now(UTC).date().isoformat(), "command": "python tests/gpu/record_predicted_cells.py OUT"}
 
     def run(name: str, text: str) -> None:
         began = time.perf_counter()
@@ -52,7 +57,7 @@ def main(out: Path) -> None:
                     "held": mp.breakdown(capture).select("category", "requested_bytes").to_dicts()}  # fmt: skip
         rows.append(row)
         out.mkdir(parents=True, exist_ok=True)
-        (out / "predicted_cells.json").write_text(json.dumps(rows, indent=1, default=str))
+        (out / "predicted_cells.json").write_text(json.dumps(head | {"cells": rows}, indent=1, default=str) + "\n")
 
     run("imports", "import torch\nfrom torch import nn\ndevice = 'cuda'")
     run("forked: CUDA is not in use", "%%memprof --predict H200\n" + BUILD + STEP + "\nprint(torch.cuda.is_initialized())")
