@@ -94,6 +94,15 @@ class Capture:
     ``tables`` are those of :mod:`nbmemprof.schema`; each is an attribute too. ``meta`` has ``origin
     source device capacity_bytes limit_bytes conf torch versions warnings dropped`` and may have more.
     The value is not changed after it was made; ``allocations`` is derived on first use and kept.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> address = device.malloc("3MiB")
+    >>> capture = mp.load(device.snapshot())
+    >>> capture.blocks.filter(state="active_allocated")["size_bytes"].to_list()
+    [3145728]
     """
 
     tables: Tables
@@ -101,7 +110,22 @@ class Capture:
 
     @classmethod
     def build(cls, tables: Mapping[str, pl.DataFrame], lazy: Mapping[str, Callable[[], pl.DataFrame]] | None = None, **meta: Any) -> Capture:
-        """Check the tables, complete them with empty ones, and set up what is derived."""
+        """Check the tables, complete them with empty ones, and set up what is derived.
+
+        Parameters
+        ----------
+        tables
+            By name; those of :mod:`nbmemprof.schema` must fit it, others are kept as they are.
+        lazy
+            Tables that are made when they are first asked for.
+        meta
+            What the capture's ``meta`` has beside its defaults (origin ``measured``).
+
+        Raises
+        ------
+        NbmemprofError
+            For a table that does not fit the schema, or an origin that does not exist.
+        """
         for name, frame in tables.items():
             if name in schema.TABLES:
                 schema.check(name, frame)
@@ -180,7 +204,13 @@ class Capture:
         return Path(path)
 
     def to_parquet(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a folder with one Parquet file a table and ``meta.json``; returns its path."""
+        """Write a folder with one Parquet file a table and ``meta.json``; returns its path.
+
+        Raises
+        ------
+        CantWrite
+            Where the folder can't be made.
+        """
         target = Path(folder)
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -229,11 +259,25 @@ def load(source: str | os.PathLike[str] | bytes | IO[bytes] | Mapping[str, Any] 
     ----------
     source
         A path, the bytes, an open binary file, or a snapshot that is a dict or a list already.
+    options
+        For snapshots: ``inflated_limit``, bytes that a gzip file may unpack to; all others go to the capture's ``meta`` (``rank`` to its tables).
+
+    Returns
+    -------
+    A :class:`Capture`. What a snapshot lacks or contradicts itself in stands in ``meta["warnings"]``.
 
     Raises
     ------
     InputRefused
         What the input is not, or what in it is unsafe or damaged, and what to do.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> address = device.malloc("3MiB")
+    >>> mp.load(device.snapshot()).events["action"].to_list()
+    ['segment_alloc', 'alloc']
     """
     from nbmemprof.sources import torch_snapshot
 

@@ -31,6 +31,8 @@ def compare(*, warm: int = 1, source: Any = "auto", **functions: Callable[[], An
         Runs before the recorded one.
     source
         As for :func:`nbmemprof.record`.
+    functions
+        The ways, by name; each is called without arguments.
 
     Returns
     -------
@@ -44,6 +46,13 @@ def compare(*, warm: int = 1, source: Any = "auto", **functions: Callable[[], An
     ------
     NbmemprofError
         Without a function. An error of a function itself is raised as it is.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> rows = mp.compare(source="torch_cpu", one=lambda: torch.ones(1 << 18), two=lambda: torch.ones(1 << 19))
+    >>> rows["function"].to_list(), rows["rise_bytes"][1] == 2 * rows["rise_bytes"][0]
+    (['one', 'two'], True)
     """
     if not functions or not all(callable(f) for f in functions.values()):
         raise NbmemprofError(f"compare needs functions by name, not {functions!r}. Write mp.compare(train=step, no_grad=other_step).")

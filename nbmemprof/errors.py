@@ -16,7 +16,17 @@ __all__ = [
 
 
 class NbmemprofError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> try:
+    ...     mp.load("no_such_file.pickle")
+    ... except mp.NbmemprofError as error:
+    ...     print(type(error).__name__)
+    InputRefused
+    """
 
 
 class SchemaError(NbmemprofError):
@@ -47,7 +57,18 @@ class NotRecording(NbmemprofError):
 
 
 class OutOfMemoryError(NbmemprofError):
-    """The modelled device has no room for a request."""
+    """The modelled device has no room for a request.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device(limit_bytes="1GiB")
+    >>> try:
+    ...     address = device.malloc("2GiB")
+    ... except mp.OutOfMemoryError as error:
+    ...     print(str(error)[:60])
+    CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 (model
+    """
 
 
 class MemoryKept(NbmemprofError, AssertionError):

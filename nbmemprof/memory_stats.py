@@ -64,6 +64,12 @@ def stats(stats: Mapping[str, Any] | None = None, *, device: int | None = None) 
     ------
     NbmemprofError
         If what is given is not a dict of counters.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> mp.stats({"allocated_bytes.all.current": 1 << 20}).filter(counter="allocated_bytes.all.current")["value"].item()
+    1048576
     """
     if stats is not None:
         if not isinstance(stats, Mapping) or not all(isinstance(name, str) for name in stats):

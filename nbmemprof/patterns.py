@@ -99,6 +99,12 @@ def temporary(*, tolerance_bytes: int = 0, action: str = "raise", collect: bool 
         How many bytes stayed and which lines allocated them.
     NbmemprofError
         For an action that is none.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.temporary(tolerance_bytes=1 << 20):
+    ...     total = (torch.ones(1 << 18) + 1).sum()
     """
     if action not in ("raise", "warn"):
         raise NbmemprofError(f"action can't be {action!r}. Use 'raise' or 'warn'.")
@@ -161,6 +167,17 @@ class LeakTracker:
     ------
     NbmemprofError
         For a negative ``warmup``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> kept = []
+    >>> with mp.LeakTracker("cpu", warmup=1) as tracker:
+    ...     for _ in range(4):
+    ...         with tracker.batch("train"):
+    ...             kept.append(torch.ones(1 << 10))
+    >>> tracker.growth().select("label", "bytes_per_step").rows()
+    [('train', 4096.0)]
     """
 
     def __init__(self, device: Any = None, *, warmup: int = 2) -> None:
@@ -182,6 +199,11 @@ class LeakTracker:
 
     def step(self, label: str = "step") -> int:
         """Count at the end of a batch.
+
+        Parameters
+        ----------
+        label
+            What kind of batch it was; :meth:`growth` has a row a label.
 
         Returns
         -------
@@ -268,6 +290,11 @@ def assert_no_growth(
     ------
     MemoryKept
         (an ``AssertionError``) Bytes a call, all together, and, where it can be recorded, which lines allocated them.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> mp.assert_no_growth(lambda: torch.ones(1 << 10).sum(), device="cpu")
     """
     if repeats < 1 or warmup < 0 or tolerance_bytes < 0:
         raise NbmemprofError(f"repeats is {repeats}, warmup {warmup}, tolerance_bytes {tolerance_bytes}. Use repeats >= 1 and no negative numbers.")
@@ -357,6 +384,16 @@ class BufferPool:
     ----------
     limit_bytes
         Most that waits in the pool; what is put back beyond it is let go. None: no bound.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> pool = mp.BufferPool()
+    >>> for _ in range(3):
+    ...     with pool.buffer((32, 1024)) as x:
+    ...         total = x.fill_(1).sum()
+    >>> pool.stats()["hits"], pool.stats()["misses"]
+    (2, 1)
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -367,7 +404,10 @@ class BufferPool:
         self._counts = {"hits": 0, "misses": 0, "dropped": 0}
 
     def get(self, shape: int | tuple[int, ...], dtype: Any = None, device: Any = None) -> Any:
-        """Take a tensor of this shape; a new one only where none waits."""
+        """Take a tensor of this shape; a new one only where none waits.
+
+        ``dtype`` and ``device`` are torch's defaults where they are left out. What is in it is what the last user left.
+        """
         torch = _optional.require("torch", feature="BufferPool")
         dtype = dtype or torch.get_default_dtype()
         where = torch.device(device) if device is not None else torch.get_default_device()

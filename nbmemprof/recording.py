@@ -280,6 +280,15 @@ def record(source: Any = "auto", *, stacks: str = "python", ring_bytes: int | st
     NbmemprofError
         For a source or option that does not exist. A source that can't record here raises nothing: the block runs
         and the capture's warnings say why.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     model = torch.nn.Linear(1000, 1000)
+    ...     model(torch.ones(8, 1000)).sum().backward()
+    >>> recording.capture.meta["source"], mp.summary(recording.capture)["peak_allocated_bytes"].item() >= 8008000
+    ('torch_cpu', True)
     """
     return Recording(source, stacks=stacks, ring_bytes=ring_bytes, title=title, history=history, **options)
 
@@ -328,6 +337,16 @@ def profile(function: Callable[..., Any] | None = None, *, keep: int = 1, **opti
         How many captures to keep.
     options
         As :func:`record`.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> @mp.profile(source="torch_cpu")
+    ... def work():
+    ...     return torch.ones(1 << 18).sum()
+    >>> result = work()
+    >>> work.last_capture.events.height > 0
+    True
     """
     if function is None:
         return lambda later: profile(later, keep=keep, **options)  # type: ignore[call-overload]
@@ -386,10 +405,22 @@ def _wrapper(function: Callable[..., Any], window: Callable[[], Recording]) -> C
 def snapshot(*, title: str | None = None) -> Capture:
     """Take a picture of the heap now; no recording is needed.
 
+    Parameters
+    ----------
+    title
+        A short name for the capture.
+
     Returns
     -------
     A :class:`Capture` of ``segments`` and ``blocks`` (CUDA), or of the living CPU tensors where there is no device.
     What has no recording has no stacks and no events.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> held = torch.ones(1 << 18)
+    >>> mp.snapshot().meta["origin"]
+    'measured'
     """
     torch = _optional.loaded("torch")
     if torch is None:

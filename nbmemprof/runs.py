@@ -34,6 +34,11 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
 
     Works while the watch runs and after ``kill -9``; nothing in the files is run. Opened again it is newer.
 
+    Parameters
+    ----------
+    folder
+        The folder; nothing is written to it.
+
     Returns
     -------
     A :class:`Run`: ``runs`` (a row a process or capture), ``trend()``, ``alarms``, ``capture`` with the samples.
@@ -42,6 +47,15 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     ------
     InputRefused
         Where there is no such folder.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with mp.watch(folder) as watch:
+    ...     watch.step()
+    >>> mp.open_run(folder).runs["end"].to_list()
+    ['stopped']
     """
     path = Path(folder)
     if not path.is_dir():

@@ -50,6 +50,14 @@ def tag(obj: _T, category: str, name: str | None = None) -> _T:
     ------
     NbmemprofError
         For a category that does not exist.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     cache = mp.tag([torch.zeros(2, 128, 64) for _ in range(4)], "kv_cache")
+    >>> mp.breakdown(recording.capture, at="end").filter(category="kv_cache")["requested_bytes"].item()
+    262144
     """
     if category not in schema.CATEGORIES:
         raise NbmemprofError(f"There is no category {category!r}. Use one of: {', '.join(schema.CATEGORIES)}.")
@@ -88,7 +96,22 @@ def tagged() -> Iterator[tuple[Any, str, str]]:
 
 
 class phase:  # noqa: N801 - used as a function: with mp.phase("rollout"):
-    """Name a part of the program: ``with mp.phase("rollout"): ...``; allocations in it carry the name as their phase. Ranges of NVTX (``torch.cuda.nvtx``) do the same."""
+    """Name a part of the program: ``with mp.phase("rollout"): ...``; allocations in it carry the name as their phase. Ranges of NVTX (``torch.cuda.nvtx``) do the same.
+
+    Parameters
+    ----------
+    name
+        The phase, as ``timeline(by="phase")`` and the table of allocations then call it. Within another phase it stands in its place until it ends.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     with mp.phase("rollout"):
+    ...         sample = torch.ones(1 << 18)
+    >>> mp.timeline(recording.capture, by="phase").filter(series="rollout")["size_bytes"].max()
+    1048576
+    """
 
     def __init__(self, name: str) -> None:
         self.name = str(name)

@@ -44,12 +44,25 @@ def global_load(addresses: Addresses, width: int = 4, *, base: int = 0, element_
     ------
     NbmemprofError
         A width that no instruction has, more than 32 lanes, an address that is negative, misaligned or no whole number.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> mp.access.global_load(lambda t: t * 32).sectors, mp.access.global_load(lambda t: t).sectors
+    (32, 4)
     """
     return GlobalAccess(lanes_of(addresses, width, base=base, element_bytes=element_bytes), width, "load")
 
 
 def global_store(addresses: Addresses, width: int = 4, *, base: int = 0, element_bytes: int | None = None) -> GlobalAccess:
-    """Return what a warp's store to global memory costs; as :func:`global_load`. A sector written in part is masked below the L2."""
+    """Return what a warp's store to global memory costs; as :func:`global_load`. A sector written in part is masked below the L2.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> mp.access.global_store(lambda t: 2 * t).efficiency
+    0.5
+    """
     return GlobalAccess(lanes_of(addresses, width, base=base, element_bytes=element_bytes), width, "store")
 
 
@@ -61,10 +74,23 @@ def shared_load(addresses: Addresses, width: int = 4, *, base: int = 0, element_
     Returns
     -------
     ``.wavefronts .ideal_wavefronts .ways .conflicts`` (ints), ``.efficiency``, ``.phases``; ``.explain()`` and ``.suggestions()``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> mp.access.shared_load(lambda t: t * 32).ways, mp.access.shared_load(lambda t: t * 33).ways
+    (32, 1)
     """
     return SharedAccess(lanes_of(addresses, width, base=base, element_bytes=element_bytes), width, "load")
 
 
 def shared_store(addresses: Addresses, width: int = 4, *, base: int = 0, element_bytes: int | None = None) -> SharedAccess:
-    """Return what a warp's store to shared memory costs; as :func:`shared_load`. Lanes that write one word are no conflict."""
+    """Return what a warp's store to shared memory costs; as :func:`shared_load`. Lanes that write one word are no conflict.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> mp.access.shared_store(lambda t: 2 * t).ways
+    2
+    """
     return SharedAccess(lanes_of(addresses, width, base=base, element_bytes=element_bytes), width, "store")

@@ -135,6 +135,16 @@ def trace(
     NbmemprofError
         A block of more than 1024 threads, an index outside its array, an element type that no instruction moves, threads of a block that
         don't all reach a barrier, or an error of the kernel's own, with its thread.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, numpy as np
+    >>> def scale(x, y):
+    ...     i = cuda.grid(1)
+    ...     y[i] = 2 * x[i * 8]
+    >>> traced = mp.access.trace(scale, np.ones(256, np.float32), np.zeros(32, np.float32))
+    >>> [(site.operation, site.total("sectors")) for site in traced.sites]
+    [('load', 32), ('store', 4)]
     """
     size, shape = _three(block), _three(grid)
     if math.prod(size) > _MAX_THREADS or min(size) < 1:

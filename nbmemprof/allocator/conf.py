@@ -121,6 +121,12 @@ def parse(text: str | None, torch: str | None = None, before: Settings | None = 
     ------
     ConfError
         Where torch would raise.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> mp.allocator.parse("max_split_size_mb:128").max_split_size
+    134217728
     """
     tokens = _Tokens(text or "", rules_of(torch))
     old = before or Settings()

@@ -49,6 +49,18 @@ class Device:
     ------
     NbmemprofError
         For a configuration that torch would refuse (:class:`ConfError`) or that is not modelled.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> address = device.malloc("3MiB")
+    >>> device.stats()["allocated_bytes.all.current"], device.stats()["reserved_bytes.all.current"]
+    (3145728, 20971520)
+    >>> device.free(address)
+    >>> device.empty_cache()
+    >>> device.stats()["reserved_bytes.all.current"]
+    0
     """
 
     def __init__(
@@ -93,8 +105,19 @@ class Device:
     def malloc(self, size: int | str, stream: int = 0, pool: PoolId | None = None) -> int:
         """Serve a request and return its address; 0 for no bytes, as torch does.
 
+        Parameters
+        ----------
+        size
+            Bytes, or text such as ``"8MiB"``.
+        stream
+            The stream that asks: a block is given again to the same stream only.
+        pool
+            A pool of :meth:`mem_pool` or :meth:`graph_pool`; None: the one that requests are routed to now.
+
         Raises
         ------
+        NbmemprofError
+            For a negative size, or a pool that is not of this device.
         OutOfMemoryError
             There is no room; a ``torch.OutOfMemoryError`` too where torch is loaded.
         """
@@ -116,7 +139,13 @@ class Device:
         return addr
 
     def free(self, addr: int) -> None:
-        """Give an address back; where other streams used it, it stays until they are done."""
+        """Give an address back; where other streams used it, it stays until they are done.
+
+        Raises
+        ------
+        NbmemprofError
+            Nothing is allocated at ``addr``.
+        """
         if addr == 0:
             return
         block = self._block(addr)
@@ -184,7 +213,17 @@ class Device:
 
     # ------------------------------------------------------------------ pools
     def mem_pool(self, *, use_on_oom: bool = False, no_split: bool = False, custom: bool = False) -> PoolId:
-        """Make a ``torch.cuda.MemPool``; ``custom``: with an allocator of its own, which is never expandable."""
+        """Make a ``torch.cuda.MemPool``.
+
+        Parameters
+        ----------
+        use_on_oom
+            Others may have its free memory where they would be refused.
+        no_split
+            Its blocks are not split.
+        custom
+            It has an allocator of its own, which is never expandable.
+        """
         return self._add((0, 1 + max(i for _, i in self._pools)), on_oom=use_on_oom, no_split=no_split, custom=custom)
 
     def graph_pool(self) -> PoolId:
@@ -279,11 +318,17 @@ class Device:
         return self._model.limit_bytes
 
     def set_conf(self, conf: str) -> None:
-        """Change the settings at run time, as ``torch.cuda.memory._set_allocator_settings`` does."""
+        """Change the settings at run time, as ``torch.cuda.memory._set_allocator_settings`` does; ``conf`` is ``key:value`` joined by commas.
+
+        Raises
+        ------
+        ConfError
+            Where torch would raise.
+        """
         self._model.configure(parse(conf, self.torch, self._model.settings), self.limit_bytes, self.capacity_bytes)
 
     def set_limit(self, limit_bytes: int | str | None) -> None:
-        """Set torch's own memory limit; None removes it."""
+        """Set torch's own memory limit to ``limit_bytes``, which may be text such as ``"8GiB"``; None removes it."""
         self._model.configure(self._model.settings, None if limit_bytes is None else parse_bytes(limit_bytes), self.capacity_bytes)
 
     # ------------------------------------------------------------------ reading

@@ -23,10 +23,26 @@ __all__ = ["replay", "verdict"]
 def verdict(capture: Capture, *, limit_bytes: int | str | None = None, capacity_bytes: int | str | None = None, torch: str | None = None) -> dict[str, Any]:
     """Do the rules give the recorded addresses?
 
+    Parameters
+    ----------
+    capture, limit_bytes, capacity_bytes, torch
+        As for :func:`nbmemprof.replay`.
+
     Returns
     -------
     ``exact`` (every event is the recorded one, and so is the picture at the end), ``events``, ``first_mismatch`` (None, or
     ``seq index device rank expected found reason``), ``inferred`` (what no event tells, in sentences), ``text``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.allocator.verdict(capture)["exact"]
+    True
     """
     return _verdict(as_recorded(capture, _bytes(limit_bytes), _bytes(capacity_bytes), torch))
 
@@ -64,6 +80,19 @@ def replay(
     ------
     NbmemprofError
         There is no trace of a CUDA device, or torch would refuse the configuration.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.replay(capture).meta["verdict"]["exact"]
+    True
+    >>> mp.summary(mp.replay(capture, "expandable_segments:True"))["peak_reserved_bytes"].item()
+    20971520
     """
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
     followed = replayable(capture, limit, capacity, torch)

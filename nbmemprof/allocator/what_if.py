@@ -64,6 +64,17 @@ def what_if(
     ------
     NbmemprofError
         There is no trace of a CUDA device, or torch would refuse a configuration.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.what_if(capture, ["", "expandable_segments:True"]).select("conf", "peak_reserved_high_bytes", "device_calls").rows()
+    [('', 20971520, 10), ('expandable_segments:True', 20971520, 10)]
     """
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
     followed = replayable(capture, None, None, torch)

@@ -25,6 +25,20 @@ def breakdown(capture: Capture, at: str | float = "peak") -> pl.DataFrame:
     One row a device and category: ``device rank kind category requested_bytes size_bytes count share`` (of the device's
     ``size_bytes``, in [0, 1]) ``evidence`` (by bytes, the strongest first) ``origin``; by ``size_bytes`` descending. The
     difference of the byte columns is rounding. What no evidence speaks for is ``unknown``.
+
+    Raises
+    ------
+    NbmemprofError
+        For an ``at`` that is no moment, or a time outside the recording.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     model = torch.nn.Linear(1000, 1000)
+    ...     model(torch.ones(8, 1000)).sum().backward()
+    >>> mp.breakdown(recording.capture, at="end").select("category", "size_bytes").rows()
+    [('weights', 4004000), ('gradients', 4004000)]
     """
     keys = ["device", "rank", "kind"]
     live = live_at(capture, at)

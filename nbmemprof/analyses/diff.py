@@ -43,6 +43,17 @@ def diff(a: Capture | str | os.PathLike[str], b: Capture | str | os.PathLike[str
     ------
     NbmemprofError
         For a ``by`` or ``at`` that does not exist; as :func:`mp.load` for files.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> first = device.malloc("100MiB")
+    >>> before = mp.load(device.snapshot())
+    >>> second = device.malloc("60MiB")
+    >>> after = mp.load(device.snapshot())
+    >>> mp.diff(before, after, by="kind").select("a_bytes", "b_bytes", "verdict").rows()
+    [(104857600, 167772160, 'worse')]
     """
     if by not in BY:
         raise NbmemprofError(f"by={by!r} is not a way to compare. Use one of: {', '.join(BY)}.")

@@ -48,6 +48,22 @@ def fragmentation(capture: Capture | None = None, request_bytes: int | str | Non
     external fragmentation, null where nothing is free; ``largest_fit_bytes``: the largest request that this list serves now without new
     memory (0: none); ``segments``; ``pinned_by``: the lines whose blocks hold most of the pinned bytes, in words (null: nothing pinned); with a request also ``rounded_bytes``, ``would_fit`` and ``unusable_bytes`` (free
     bytes in pieces too small for it, or in a list that may not serve it); ``origin``. Empty for host memory: it has no lists.
+
+    Raises
+    ------
+    NbmemprofError
+        For an ``at`` that is no moment, or a time outside the recording; for a request that is no size.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.fragmentation(capture, "2MiB").select("free_bytes", "largest_free_bytes", "would_fit").rows()
+    [(10485760, 1048576, False)]
     """
     if capture is None:
         from nbmemprof.recording import snapshot  # the one analysis that may look at the process itself

@@ -45,6 +45,17 @@ def holes(capture: Capture, at: str | int = "end") -> pl.DataFrame:
     ``device rank segment_addr segment_bytes free_bytes free_blocks``; ``site`` and its ``count size_bytes`` of blocks made in that segment,
     of which ``stays_count stays_bytes`` are in use; ``first_seq last_seq`` of their allocs (null: before the first event),
     ``freed_first_seq freed_last_seq``; ``story``: all of the segment in a sentence; ``origin``. The eight segments with most in holes, six lines each.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.holes(capture).select("segment_bytes", "free_blocks", "free_bytes").rows()[0]
+    (2097152, 1, 1048576)
     """
     segments, blocks = _picture(capture, at)
     rows = [row for segment in _holed(segments, blocks).iter_rows(named=True) for row in _steps(capture, segment, at)]

@@ -52,6 +52,14 @@ def kv_cache(
     ------
     NbmemprofError
         For numbers that can't be.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     cache = mp.tag([torch.zeros(2, 128, 64) for _ in range(4)], "kv_cache")
+    >>> mp.kv_cache(recording.capture, sequences=2, tokens=128).select("bytes_per_token", "bytes_per_sequence").rows()
+    [(1024.0, 131072)]
     """
     for name, number in (("sequences", sequences), ("block_tokens", block_tokens), *(("tokens", one) for one in (tokens if isinstance(tokens, (list, tuple)) else [tokens]))):
         if number is not None and not hasattr(number, "__index__") and not hasattr(number, "__array__"):

@@ -41,6 +41,21 @@ def leaks(capture: Capture, held: pl.DataFrame | None = None) -> pl.DataFrame:
     ``stack`` ("file:line function", innermost first); ``leak_bytes`` and ``leak_count``: blocks live at the end, the first
     included, and where the history is truncated those older than it; ``bytes_per_iteration``; ``iterations`` seen (null: it does not grow); ``class``:
     ``growing``, or with ``held`` ``orphaned``: its blocks are garbage in reference cycles, or (where they grow) nothing but C++ code has them; ``confidence`` in [0, 1]; ``evidence``; ``stack_id``; ``origin``.
+
+    Raises
+    ------
+    NbmemprofError
+        For ``held`` that is not a frame of ``mp.holders``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     kept = []
+    ...     for _ in range(20):
+    ...         kept.append(torch.ones(1 << 18))
+    >>> mp.leaks(recording.capture).select("class", "leak_count", "bytes_per_iteration").rows()
+    [('growing', 20, 1048576)]
     """
     found = [
         grown.with_columns(

@@ -82,6 +82,17 @@ def ledger(capture: Capture, at: str = "end") -> pl.DataFrame:
     ------
     NbmemprofError
         For another ``at``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.ledger(capture).select("line", "size_bytes").rows()[:3]
+    [('torch in use', 10485760), ('torch rounding', 0), ('torch cached', 10485760)]
     """
     if at not in ("end", "peak"):
         raise NbmemprofError(f"at={at!r} is not a moment of the ledger. Use 'end' or 'peak'.")

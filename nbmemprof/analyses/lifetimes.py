@@ -43,6 +43,21 @@ def lifetimes(capture: Capture, held: pl.DataFrame | None = None) -> pl.DataFram
     * ``cached``: kept, made over several iterations, and growing no more: a cache, a window that moves, a list that is emptied;
     * ``orphaned``: all that is alive is garbage in reference cycles until the collector runs, or grows and nothing but C++ code has it; told with ``held``,
       a trace alone can't tell it.
+
+    Raises
+    ------
+    NbmemprofError
+        For ``held`` that is not a frame of ``mp.holders``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     kept = []
+    ...     for _ in range(20):
+    ...         kept.append(torch.ones(1 << 18))
+    >>> mp.lifetimes(recording.capture).select("class", "live_count").rows()[0]
+    ('growing', 20)
     """
     parts = [_classes(rows, clock, grown) for _, rows, clock, grown in behaviour(capture) if rows.height]
     keys = [*HEAP, "stack_id", "key"]

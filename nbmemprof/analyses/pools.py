@@ -48,6 +48,17 @@ def pools(capture: Capture, replay: bool = True) -> pl.DataFrame:
     allocator's model, the line's own taken out and served from its buffer or arena, which is held to the end (below 0: it takes more than torch's cache
     did), or for ``stream`` freed at once. Elsewhere what it would save at most: the new memory that was got for the line beyond what the buffer or arena
     takes, for ``stream`` what waited at once; ``saved_high_bytes`` is then null.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.pools(capture).select("size_bytes", "count", "returns", "advice").rows()
+    [(20971520, 20, 0, 'none')]
     """
     events, rows = capture.tables["events"], capture.tables["allocations"]
     names = site_of_stacks(capture.tables["stacks"]).select("stack_id", "site", "function")

@@ -28,6 +28,20 @@ def sites(capture: Capture, at: str | float = "peak", top: int | None = None) ->
     One row a device and site, by ``size_bytes`` descending: ``device rank kind site function size_bytes requested_bytes
     count`` (at the moment), ``share``, ``end_bytes`` (live at the end), ``kept_bytes`` (of those, made within the capture), ``allocations`` and ``allocated_bytes`` (over the whole
     capture: churn), ``stack_id`` (of most bytes) and ``origin``. ``site`` is null where no stack was recorded.
+
+    Raises
+    ------
+    NbmemprofError
+        For an ``at`` that is no moment, or a time outside the recording.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     model = torch.nn.Linear(1000, 1000)
+    ...     model(torch.ones(8, 1000)).sum().backward()
+    >>> mp.sites(recording.capture, at="end")["size_bytes"].sum()
+    8008000
     """
     keys = ["device", "rank", "kind", "site", "function"]
     rows = with_site(capture.tables["allocations"], capture.tables["stacks"])

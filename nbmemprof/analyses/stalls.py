@@ -47,6 +47,17 @@ def stalls(capture: Capture) -> pl.DataFrame:
     ``count size_bytes``; ``time_us``, the estimate, between ``least_us`` (surely the driver's) and ``most_us``; ``share`` of the time
     from the device's first event to its last (``recording["seconds"]`` where that is longer); ``site`` of the line with most of that
     time; ``origin``. Times are null where the trace has no clock, or events were dropped.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.stalls(capture).select("what", "count", "size_bytes").rows()
+    [('segment_alloc', 10, 20971520)]
     """
     rows = [row for curve in heap.curves(capture) if curve.key[2] == "device" and len(curve.seq) for row in _device(capture, curve)]
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("rank", "device", maintain_order=True, nulls_last=True)

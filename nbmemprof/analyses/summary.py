@@ -43,6 +43,17 @@ def summary(capture: Capture) -> pl.DataFrame:
     ``unknown_events unknown_state_bytes ooms retries capacity_bytes outside_bytes inexact_bytes`` (block bytes whose
     size is a bound) ``origin``, and for a prediction the range of its peaks: ``peak_allocated_low_bytes peak_allocated_high_bytes
     peak_reserved_low_bytes peak_reserved_high_bytes`` (null elsewhere). Host memory has a null device and no reserved.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.summary(capture).select("peak_allocated_bytes", "end_allocated_bytes", "end_reserved_bytes").rows()
+    [(20971520, 10485760, 20971520)]
     """
     rows = [_row(capture, curve) for curve in heap.curves(capture)]
     return pl.DataFrame(rows, schema=COLUMNS, orient="row").sort("rank", "device", nulls_last=True)

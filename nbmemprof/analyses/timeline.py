@@ -66,6 +66,22 @@ def timeline(
     -------
     Long frame ``device rank kind seq time_us series size_bytes origin``, a row a moment and series; the
     first moment of a device (null ``seq``) is before its first event. Sums over series are live block bytes.
+
+    Raises
+    ------
+    NbmemprofError
+        For a ``by`` that does not exist, or fewer than 8 ``max_points``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.timeline(capture, by="total").filter(series="live")["size_bytes"].max()
+    20971520
     """
     if by not in BY:
         raise NbmemprofError(f"by={by!r} is not a way to split the timeline. Use one of: {', '.join(BY)}.")

@@ -124,6 +124,12 @@ def counters(
         There is no GPU here, or a profiler is on.
     CuptiRefused
         The counters can't be had: why, and what to do.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, cupy  # doctest: +SKIP
+    >>> x = cupy.ones(1 << 24, cupy.float32)  # doctest: +SKIP
+    >>> mp.counters(lambda: x * 2).select("name", "duration_us", "load_sectors_per_request")  # doctest: +SKIP
     """
     best = _ceilings.measured(ceilings) if ceilings is not None else None
     if isinstance(target, Capture):

@@ -56,6 +56,13 @@ def holders(namespace: Mapping[str, Any] | None = None, *, device: str | int | N
     ------
     NbmemprofError
         For a device or a grouping that is none.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> model = torch.nn.Linear(2000, 2000)
+    >>> mp.holders({"model": model}, device="cpu").filter(size_bytes=16000000).select("name", "holder").rows()
+    [('model', 'model.weight')]
     """
     if by not in (None, "holder"):
         raise NbmemprofError(f"holders can't be grouped by {by!r}. Use by='holder', or leave it out for a row a tensor.")

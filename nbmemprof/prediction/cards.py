@@ -42,6 +42,14 @@ def cards(capture: Capture, replay: bool = True) -> pl.DataFrame:
     ------
     NbmemprofError
         For a capture without a peak.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> address = device.malloc("30GiB")
+    >>> mp.cards(mp.load(device.snapshot())).filter(fits="yes")["card"][0]
+    'RTX 5090'
     """
     rows = summary(capture)
     told = rows.drop_nulls("peak_allocated_bytes")

@@ -73,6 +73,15 @@ def max_batch(
     ------
     NbmemprofError
         For arguments that make no sense. An error of the step that is not about memory is raised as it is, with everything put back.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> model = torch.nn.Linear(1000, 1000)
+    >>> def step(batch):
+    ...     model(torch.ones(batch, 1000)).sum().backward()
+    >>> mp.max_batch(step, limit_bytes="100MiB").batch > 1000
+    True
     """
     _check(step, setup, low, high)
     limit, capacity = (None if size is None else parse_bytes(size) for size in (limit_bytes, capacity_bytes))

@@ -53,6 +53,16 @@ def sweep(fn: Any, *, device: str | GPU | Sequence[str | GPU] = "H200", limit_by
     ------
     NbmemprofError
         For an axis that nothing takes. An error of ``fn`` is raised as it is.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> def steps(batch):
+    ...     model = torch.nn.Linear(1000, 1000, device="cuda")
+    ...     for _ in range(2):
+    ...         model(torch.ones(batch, 1000, device="cuda")).sum().backward()
+    >>> mp.sweep(steps, batch=[64, 128]).select("batch", "fits").rows()
+    [(64, True), (128, True)]
     """
     if isinstance(device, (list, tuple)):
         if not device:

@@ -343,6 +343,15 @@ def watch(folder: str | os.PathLike[str], **options: Any) -> Watch:
     ------
     NbmemprofError
         For a folder that can't be written, or an option that makes no sense.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with mp.watch(folder, title="example") as watch:
+    ...     watch.step()
+    >>> mp.open_run(folder).runs["steps"].to_list()
+    [1.0]
     """
     return Watch(folder, **options)
 

@@ -42,6 +42,13 @@ def bandwidth(*, size_bytes: int | None = None, repeats: int = 20, recorded: boo
     ------
     NbmemprofError
         Arrays that the L2 could hold; no GPU and no recording.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.bandwidth(recorded=True)
+    >>> frame.filter(what="read", best=True)["achieved_bytes_per_s"].item() > 4.6e12
+    True
     """
     return answer("bandwidth", _bandwidth.COLUMNS, lambda g: _bandwidth.measure(g, size_bytes, repeats=repeats), recorded=recorded, gpu=gpu)
 
@@ -49,11 +56,28 @@ def bandwidth(*, size_bytes: int | None = None, repeats: int = 20, recorded: boo
 def coalescing(*, size_bytes: int | None = None, repeats: int = 20, recorded: bool = False, gpu: Gpu | None = None) -> ProbeFrame:
     """What do strides, offsets, structures and gathers cost?
 
+    Parameters
+    ----------
+    size_bytes, repeats, recorded, gpu
+        As for :func:`bandwidth`.
+
     Returns
     -------
     A row a pattern: the model's ``sectors`` of a load and ``efficiency`` (useful bytes by bytes of sectors), useful bytes per second
     (``achieved_bytes_per_s``), their share of the best row (``share_of_ceiling``) beside the model's (``modelled_share``), and
     ``sector_bytes_per_s``: what memory delivered if every sector came once.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.coalescing(recorded=True)
+    >>> frame.filter(what="stride 3").select("sectors", "efficiency").rows()
+    [(12.0, 0.333333)]
     """
     return answer("coalescing", _coalescing.COLUMNS, lambda g: _coalescing.measure(g, size_bytes, repeats), recorded=recorded, gpu=gpu)
 
@@ -61,10 +85,29 @@ def coalescing(*, size_bytes: int | None = None, repeats: int = 20, recorded: bo
 def bank_conflicts(*, repeats: int = 10, recorded: bool = False, gpu: Gpu | None = None) -> ProbeFrame:
     """What do bank conflicts cost, and do padding and swizzling cure them?
 
+    Parameters
+    ----------
+    repeats
+        Launches of a pattern, whose median counts.
+    recorded, gpu
+        As for :func:`bandwidth`.
+
     Returns
     -------
     A row a pattern of a loop of shared loads: the model's ``wavefronts`` and ``ways``, ``cycles_per_load`` of a multiprocessor with eight warps. Then
     a transpose in four ways and a sum in two, with their times; cycles are null there.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.bank_conflicts(recorded=True)
+    >>> frame.filter(what="stride 2", width=4).select("ways", "wavefronts").rows()
+    [(2, 2)]
     """
     return answer("bank_conflicts", _banks.COLUMNS, lambda g: _banks.measure(g, repeats), recorded=recorded, gpu=gpu)
 
@@ -72,11 +115,30 @@ def bank_conflicts(*, repeats: int = 10, recorded: bool = False, gpu: Gpu | None
 def latency(*, repeats: int = 7, recorded: bool = False, gpu: Gpu | None = None) -> ProbeFrame:
     """How long does one load take?
 
+    Parameters
+    ----------
+    repeats
+        Walks of a size, whose median counts.
+    recorded, gpu
+        As for :func:`bandwidth`.
+
     Returns
     -------
     A row a size of a pointer chase through lines of 128 bytes in random order: ``cycles`` and ``ns`` a load; the highest level that may answer
     (``through``); ``brought_by``: ``all`` where all multiprocessors wrote the lines just before and none is met twice, ``walk`` where the same
     thread walked all of them before (an L2 of two halves then has copies near by). Last, single lines of the L2, nearest to farthest.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.latency(recorded=True)
+    >>> frame.filter(what="L2", size_bytes=2097152)["cycles"].item() < 400
+    True
     """
     return answer("latency", _latency.COLUMNS, lambda g: _latency.measure(g, repeats), recorded=recorded, gpu=gpu)
 
@@ -84,9 +146,28 @@ def latency(*, repeats: int = 7, recorded: bool = False, gpu: Gpu | None = None)
 def working_set(*, repeats: int = 7, recorded: bool = False, gpu: Gpu | None = None) -> ProbeFrame:
     """How fast is a set of bytes read again and again, by its size: where does the L2 end?
 
+    Parameters
+    ----------
+    repeats
+        Launches of a size, whose median counts.
+    recorded, gpu
+        As for :func:`bandwidth`.
+
     Returns
     -------
     A row a size; ``ceiling_bytes_per_s`` is the rate of the largest set, which memory alone answers.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.working_set(recorded=True)
+    >>> frame["achieved_bytes_per_s"][0] > 2 * frame["ceiling_bytes_per_s"][0]
+    True
     """
     return answer("working_set", _latency.SET_COLUMNS, lambda g: _latency.measure_sets(g, repeats), recorded=recorded, gpu=gpu)
 
@@ -94,10 +175,29 @@ def working_set(*, repeats: int = 7, recorded: bool = False, gpu: Gpu | None = N
 def transfers(*, repeats: int = 10, recorded: bool = False, gpu: Gpu | None = None) -> ProbeFrame:
     """How fast do bytes come to the card and back?
 
+    Parameters
+    ----------
+    repeats
+        Copies of a size, whose median counts.
+    recorded, gpu
+        As for :func:`bandwidth`.
+
     Returns
     -------
     A row a kind of host memory (pinned, pageable, registered), direction and size, timed from call to completion; ``register`` is the
     time to lock pages that are there already.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.transfers(recorded=True)
+    >>> frame.filter(what="pinned", direction="to device")["achieved_bytes_per_s"].max() > 50e9
+    True
     """
     return answer("transfers", _transfers.COLUMNS, lambda g: _transfers.measure(g, repeats=repeats), recorded=recorded, gpu=gpu)
 
@@ -105,10 +205,29 @@ def transfers(*, repeats: int = 10, recorded: bool = False, gpu: Gpu | None = No
 def allocators(*, repeats: int = 100, recorded: bool = False, gpu: Gpu | None = None) -> ProbeFrame:
     """What does an allocation cost?
 
+    Parameters
+    ----------
+    repeats
+        Calls of a size, whose median counts.
+    recorded, gpu
+        As for :func:`bandwidth`.
+
     Returns
     -------
     A row an allocator (``cudaMalloc``; ``cudaMallocAsync`` on one stream, from the default pool as it is set) and size: microseconds of a call, the
     cost of an empty Python call taken off.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.allocators(recorded=True)
+    >>> frame.filter(size_bytes=1 << 26)["what"].to_list()
+    ['cudaMalloc', 'cudaMallocAsync']
     """
     return answer("allocators", _transfers.ALLOCATOR_COLUMNS, lambda g: _transfers.measure_allocators(g, repeats=repeats), recorded=recorded, gpu=gpu)
 
@@ -122,10 +241,24 @@ def unified_memory(*, size_bytes: int = _transfers.MOST_MANAGED, rounds: int = 3
         Managed memory, at most 64 MiB.
     rounds
         How often the pages go to the GPU and back after the first time.
+    recorded, gpu
+        As for :func:`bandwidth`.
 
     Returns
     -------
     A row a step: the GPU touches pages that are on the host, for the first time and later, or its own; the host reads pages that are on the GPU.
+
+    Raises
+    ------
+    NbmemprofError
+        There is no GPU, and no recording ships with this version.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.unified_memory(recorded=True)
+    >>> frame["what"].to_list()[-1]
+    'GPU touches pages on the host'
     """
     return answer("unified_memory", _transfers.UNIFIED_COLUMNS, lambda g: _transfers.measure_unified(g, size_bytes, rounds), recorded=recorded, gpu=gpu)
 

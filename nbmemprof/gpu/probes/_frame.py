@@ -36,6 +36,13 @@ class ProbeFrame(pl.DataFrame):
         Name of the GPU.
     about
         ``date``, ``versions``, ``command`` and what else belongs to the numbers.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> frame = mp.probes.latency(recorded=True)
+    >>> frame.origin, frame.device
+    ('recorded', 'NVIDIA H200')
     """
 
     probe: str = ""
