@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import polars as pl
 
 from nbmemprof import heap
+from nbmemprof.analyses._checkpointing import checkpointed
 from nbmemprof.analyses._detectors import Detector, Finding, Seen
 from nbmemprof.analyses._moment import live_at
 from nbmemprof.analyses._sites import with_site
 from nbmemprof.analyses.ledger import ledger
-from nbmemprof.units import format_bytes
+from nbmemprof.units import format_bytes, format_time_us
 
 __all__ = ["USAGE"]
 
@@ -20,6 +21,7 @@ _MIB = 1 << 20
 _ledgers: weakref.WeakKeyDictionary[Seen, pl.DataFrame] = weakref.WeakKeyDictionary()
 _WORTH = 0.05  # share of the peak from which a finding is worth a sentence
 _HALF = 0.5
+_MUCH = 0.15  # share of the peak that checkpointing must save to be proposed
 
 
 def _ledger(seen: Seen) -> pl.DataFrame:
@@ -82,6 +84,23 @@ def one_checkpoint(seen: Seen) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def checkpoint(seen: Seen) -> Iterator[Finding]:
+    """What checkpointing each block would save, and what it would cost."""
+    for curve in heap.curves(seen.capture):
+        saving = checkpointed(seen.capture, curve)
+        if saving is None or saving.less_bytes < _MUCH * saving.peak_bytes:
+            continue
+        rank, device, kind = curve.key
+        again = f" It computes their forward a second time: {format_time_us(saving.forward_us)} a step{', as the CPU issued it' if kind == 'device' else ''}." if saving.forward_us else ""
+        yield Finding(
+            "checkpoint",
+            f"The {saving.blocks} blocks of {saving.path} keep {format_bytes(saving.kept_bytes)} for backward at the peak, {saving.kept_bytes / saving.peak_bytes:.0%} of it. With each of them checkpointed the peak would be about {format_bytes(saving.then_bytes)}, {format_bytes(saving.less_bytes)} less.{again}".replace("%", " %"),
+            "The recorded events without what autograd keeps of a block between its forward and its backward; its result stays. Temporaries of the second computing are not in it.",
+            "In the loop over the blocks: x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False); in transformers: model.gradient_checkpointing_enable().",
+            saving.less_bytes, rank, device if kind == "device" else None, "modelled",
+        )  # fmt: skip
+
+
 def pinned(seen: Seen) -> Iterator[Finding]:
     """Page-locked memory is rounded up to a power of two, and kept."""
     rows = _ledger(seen).filter(pl.col("kind") == "pinned")
@@ -129,4 +148,4 @@ def strangers(seen: Seen) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-USAGE: tuple[Detector, ...] = (one_checkpoint, first_step, pinned, other_pools, strangers)
+USAGE: tuple[Detector, ...] = (one_checkpoint, checkpoint, first_step, pinned, other_pools, strangers)

@@ -42,8 +42,8 @@ def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
     Returns
     -------
     One row a finding, by ``saving_bytes`` descending: ``device rank`` (null: all), ``rule`` (its name), ``finding``, ``evidence`` and
-    ``action`` as sentences; ``saving_bytes``: reserved bytes saved, the least of the range (0: it saves time or makes it work at all;
-    null: not to be told); ``origin``: ``replayed`` for what other settings would have done, else that of the capture.
+    ``action`` as sentences; ``saving_bytes``: reserved bytes saved, the least of the range, of ``checkpoint`` allocated ones (0: it saves time or makes it work at all;
+    null: not to be told); ``origin``: ``replayed`` for what other settings would have done, ``modelled`` for what checkpointing would, else that of the capture.
     """
     seen = Seen(capture)
     seen.replayed = replay and seen.is_cuda and trials(capture).why_not is None

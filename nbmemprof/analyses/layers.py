@@ -47,7 +47,7 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
     requested bytes by category: ``weights_bytes gradients_bytes optimizer_state_bytes activations_bytes temporary_bytes
     kv_cache_bytes buffers_bytes other_bytes``, and ``recompute_saves_bytes``: activations that checkpointing this layer would not keep,
     at most (its own and its children's; the input stays and belongs to what made it, the result stays where the next layer keeps it), ``forward_us``: what it costs, the time of its
-    forward (from its first to its last event in the last step; on a GPU the time in which the CPU issued it), and ``int8_saves_bytes int4_saves_bytes``: less for its matrices with one
+    forward in the last step (from each of its events to the next one of that forward; on a GPU the time in which the CPU issued it), and ``int8_saves_bytes int4_saves_bytes``: less for its matrices with one
     byte and a half-precision scale a row, with half a byte and a float32 scale for 64 (null where the recording doesn't know what the weights are made of). Null ``layer``: what no layer is known for.
 
     Raises
@@ -83,7 +83,9 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
         pl.when(pl.col("_whole") > 0).then(pl.col("size_bytes") / pl.col("_whole")).alias("share"),
         pl.when(pl.col("_at").is_not_null()).then("activations_bytes").alias("recompute_saves_bytes"),
     )
-    each = _with_costs(each, times, quantized, whole_paths=by == "path")
+    each = _with_costs(each, times, quantized)
+    if by == "part":  # a GPU's queue makes later calls wait for earlier ones: of parts all over the model such times mean nothing
+        each = each.with_columns(pl.lit(None, pl.Float64).alias("forward_us"))
     if depth is not None:
         each = each.filter(pl.col("depth").is_null() | (pl.col("depth") <= depth))
     order = pl.col("_at").str.replace_all(r"(\d+)", "0000000000$1").str.replace_all(r"0*(\d{10})", "$1")  # h.2 before h.10
@@ -103,13 +105,14 @@ def part_of(column: str) -> pl.Expr:
 
 
 def _forward_us(capture: Capture) -> pl.DataFrame:
-    """Time between the first and the last event of each module path in the forward of the last step; of itself, not of what is below it."""
+    """Time from each event in the forward of the last step to the next one, by the module path of the first; of itself, not of what is below it."""
     events = capture.tables["events"].select("seq", "time_us").drop_nulls()
-    seen = capture.tables["contexts"].select("seq", "span", "step", pl.col("phase", "layer").cast(pl.String)).filter(pl.col("phase") == "forward").drop_nulls("layer")
+    seen = capture.tables["contexts"].select("seq", "span", "step", pl.col("phase", "layer").cast(pl.String)).filter(pl.col("phase") == "forward")
     if seen.is_empty() or events.is_empty():
-        return pl.DataFrame(schema={"layer": pl.String, "_begin": pl.Float64, "_end": pl.Float64})
+        return pl.DataFrame(schema={"layer": pl.String, "_time": pl.Float64})
     seen = seen.filter(pl.col("span") == pl.col("span").max()) if seen["step"].null_count() else seen.filter(pl.col("step") == pl.col("step").max())
-    return seen.join(events, on="seq").group_by("layer").agg(_begin=pl.col("time_us").min(), _end=pl.col("time_us").max())
+    timed = seen.join(events, on="seq").sort("seq").with_columns((pl.col("time_us").shift(-1) - pl.col("time_us")).over("span").fill_null(0.0).alias("_time"))
+    return timed.drop_nulls("layer").group_by("layer").agg(pl.col("_time").sum())
 
 
 def _quantized(capture: Capture) -> pl.DataFrame:
@@ -124,12 +127,11 @@ def _quantized(capture: Capture) -> pl.DataFrame:
     return made
 
 
-def _with_costs(each: pl.DataFrame, times: pl.DataFrame, quantized: pl.DataFrame, *, whole_paths: bool) -> pl.DataFrame:
+def _with_costs(each: pl.DataFrame, times: pl.DataFrame, quantized: pl.DataFrame) -> pl.DataFrame:
     """Add what recomputing and quantizing mean to every row, what is below it included."""
-    spent = times.join(_above(times["layer"]), on="layer").group_by("_at").agg((pl.col("_end").max() - pl.col("_begin").min()).alias("forward_us"))
+    spent = times.join(_above(times["layer"]), on="layer").group_by("_at").agg(pl.col("_time").sum().alias("forward_us"))
     saved = quantized.join(_above(quantized["layer"]), on="layer").group_by("_at").agg(int8_saves_bytes=pl.col("_int8").sum(), int4_saves_bytes=pl.col("_int4").sum())
-    made = each.join(spent, on="_at", how="left").join(saved, on="_at", how="left")
-    return made if whole_paths else made.with_columns(pl.lit(None, pl.Float64).alias("forward_us"))
+    return each.join(spent, on="_at", how="left").join(saved, on="_at", how="left")
 
 
 def _above(paths: pl.Series) -> pl.DataFrame:

@@ -25,7 +25,7 @@ _NEAR = 0.9  # of the capacity or limit
 _COSTLY = 0.05  # share of the cell's time that recording, or the allocator's device calls, took
 _LONG_STALL_US = 10_000
 _ADVICE = 2  # sentences of what the rules prove
-_ANYWHERE = ("one_checkpoint", "first_step")  # rules that hold for host memory too
+_ANYWHERE = ("one_checkpoint", "checkpoint", "first_step")  # rules that hold for host memory too
 
 
 def findings(capture: Capture) -> list[str]:
@@ -65,7 +65,7 @@ def _ooms(known: Facts, device: Device) -> list[str]:
     if not device.row.get("ooms"):
         return []
     frame = known.of(known.ask("oom"), device)
-    said, goes_on = [], known.meta.get("source") == "prediction"
+    said, goes_on = [], known.meta.get("source") == "prediction" and not (known.meta.get("needs") or {}).get("raised")
     further = f" {format_count(frame.height - 1)} more {'was' if frame.height == 2 else 'were'} refused in the prediction, which goes on; a real run ends at the first." if goes_on and frame.height > 1 else ""
     frame = frame.head(1) if goes_on else frame
     for row, cut in _some(frame, "out-of-memory errors"):

@@ -130,3 +130,42 @@ def test_cases_from_the_field_get_their_diagnosis_on_an_h200() -> None:
     loading = [told[f"loading, run {n}"] for n in (1, 2, 3)]
     assert [run["peak"] - loading[0]["start"] for run in loading] == [512 * MIB, 1024 * MIB, 1024 * MIB]
     assert [run["end"] - run["start"] for run in loading] == [512 * MIB, 0, 0]
+
+
+# ---------------------------------------------------------------------- what checkpointing each block would save
+class Blocks(torch.nn.Module):  # type: ignore[misc]
+    """Six equal blocks that keep more within than they hand on, and a head that makes its own peak."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        linear, gelu = torch.nn.Linear, torch.nn.GELU
+        self.blocks = torch.nn.ModuleList(
+            [torch.nn.Sequential(linear(width, 8 * width), gelu(), linear(8 * width, 8 * width), gelu(), linear(8 * width, width)) for _ in range(6)]
+        )
+
+    def forward(self, x: Any, checkpoint: bool = False) -> Any:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if checkpoint else block(x)
+        return x.square().mean()
+
+
+@pytest.mark.cost(0.5)
+def test_what_checkpointing_each_block_would_save_is_what_it_does_save() -> None:
+    model, x = Blocks(), torch.randn(256, 64)
+
+    def step(checkpoint: bool) -> None:
+        model.zero_grad()
+        model(x, checkpoint).backward()
+
+    plain, again = (recorded(lambda how=how: step(how)) for how in (False, True))
+    said, peaks = found(plain, "checkpoint") or "", [int(mp.summary(c)["peak_allocated_bytes"][0]) for c in (plain, again)]
+    row = next(r for r in mp.advise(plain, replay=False).to_dicts() if r["rule"] == "checkpoint")
+    assert "The 6 blocks of Blocks.blocks keep" in said
+    assert row["saving_bytes"] == pytest.approx(peaks[0] - peaks[1], rel=0.1)
+    assert row["origin"] == "modelled"
+    assert found(again, "checkpoint") is None, "it does so already"
+
+
+def test_modules_that_keep_nothing_but_their_result_are_not_proposed() -> None:
+    net, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)]), torch.randn(256, 64)
+    assert found(recorded(lambda: net(x).sum().backward()), "checkpoint") is None

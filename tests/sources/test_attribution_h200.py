@@ -83,6 +83,14 @@ def test_gradients_and_state_that_a_training_keeps_are_no_leak(name: str) -> Non
     assert mp.leaks(capture(name)).is_empty()
 
 
+def test_what_checkpointing_would_make_of_a_step_is_what_it_made_of_it_on_an_h200() -> None:
+    """GPT-2's plain step says how high the checkpointed one will be; that one was recorded too."""
+    row = mp.advise(capture("gpt2_fp32"), replay=False).filter(pl.col("rule") == "checkpoint").row(0, named=True)
+    truth = [numbers(name)["torch"]["peak_allocated_bytes"] for name in ("gpt2_fp32", "gpt2_checkpointed")]
+    assert row["saving_bytes"] == pytest.approx(truth[0] - truth[1], rel=0.001)
+    assert mp.advise(capture("gpt2_checkpointed"), replay=False).filter(pl.col("rule") == "checkpoint").is_empty()
+
+
 def test_workspaces_that_an_earlier_recording_saw_made_are_known_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one began in the middle of a run: two blocks of 32 MiB were there already."""
     monkeypatch.setattr(_cuda_owned, "_known", {})
