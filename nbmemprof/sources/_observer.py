@@ -9,7 +9,6 @@ otherwise clocks tell. Backward's threads carry no note and need none: what has 
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import threading
 import time
@@ -19,7 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nbmemprof import tags
-from nbmemprof.sources import _caches, _owners, _routing
+from nbmemprof.sources import _routing
+from nbmemprof.sources._module_hooks import ModuleHooks
+from nbmemprof.sources._owned import Owned
 from nbmemprof.sources._stacks import Layers
 
 __all__ = ["BACKWARD", "FORWARD", "NONE", "OPTIMIZER", "PHASES", "RECOMPUTE", "ZERO_GRAD", "Observer"]
@@ -29,10 +30,6 @@ NONE, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, ZERO_GRAD = range(6)
 _MOST = 1 << 21  # records that are kept; older ones are let go
 _FIRST_STEPS, _EVERY = 3, 32  # steps whose gradients are noted one by one
 _MOST_CALLS = 200_000  # of experts
-_MOST_SHAPES = 20_000  # of caches; then every second of the older ones is let go
-_known_roots: dict[int, weakref.ref[Any]] = {}  # modules and optimizers seen in earlier recordings
-_known_optimizers: dict[int, weakref.ref[Any]] = {}
-
 
 _Place = tuple[weakref.ref[Any], int, str]  # a module, its layer, and the layer as notes end
 
@@ -81,37 +78,25 @@ class Observer:
         self.times, self.phases, self.groups, self.backs, self.layer_of, self.name_of, self.grads = array("q"), array("b"), array("q"), array("q"), array("i"), array("i"), array("b")
         self.names: list[str | None] = [None]
         self.layers = Layers()
+        self.owned = Owned(torch, device_type, clock_ns, self.layers, self._guard)
         self._places: dict[int, _Place] = {}  # by the modules' ids: those that are no part of a mixture of experts
         self.steps: list[tuple[int, int]] = []  # record after an optimizer's step, the optimizer
-        self.owners: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []
-        self.caches: list[tuple[int, int, _caches.Shape, int | None]] = []  # record, clock, what a KV cache held, tokens of it that are padding
         self.routing: list[_routing.Call] = []
-        self.parameters: list[tuple[str, str, str, int, int, int]] = []  # layer, name, dtype, elements, rows of a matrix (0: none), bytes; as of the last look everywhere
         self.ask_router = False  # whether the choice of a router may be read off the device
         self._mixtures: dict[int, tuple[str, str, int] | None] = {}  # what a layer is to a mixture of experts
-        self._masks: dict[int, weakref.ref[Any]] = {}  # attention masks of the first forward with a cache
-        self._living: dict[int, weakref.ref[Any]] = {}  # caches that were met
         self.spent_ns = 0
         self.faults: dict[str, int] = {}
         self._name = 0
         self._ranges: list[str | None] = []  # names around the ranges of NVTX that are open
         self._group = 0
         self._backward = -1  # group of the backward under way
-        self._seen: dict[tuple[int | None, int], tuple[str, str | None]] = {}
-        self._roots: dict[int, weakref.ref[Any]] = {}
-        self._parameters: list[tuple[weakref.ref[Any], str]] = []
-        self._layer_of_parameter: dict[int, tuple[weakref.ref[Any], str]] = {}
-        self._optimizers: dict[int, weakref.ref[Any]] = {}
-        self._states: dict[int, int] = {}
-        self._fresh_grads = False
         self._local = threading.local()
         self._steps_seen = 0
         self._peak_seen: int | None = None
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._module_handles: list[Any] = []
+        self._hooks = ModuleHooks(self._entering, self._leaving)
         self._put_back: list[tuple[Any, str, Any, Any]] = []
-        self._compile_callbacks: tuple[Any, Any] | None = None
         self._open = False
 
     # ------------------------------------------------------------------ begin and end
@@ -122,7 +107,7 @@ class Observer:
         self._open = True
         self._push(here)
         self._tell(here)
-        self._hook_modules()
+        self._hooks.open()
         optim: Any = sys.modules["torch.optim.optimizer"]
         self._handles += [optim.register_optimizer_step_pre_hook(self._before_step), optim.register_optimizer_step_post_hook(self._after_step)]
         core = self.torch._C
@@ -135,17 +120,10 @@ class Observer:
         for name, make in (("range_push", self._pushing), ("range_pop", self._popping)):
             self._patch(sys.modules.get("torch.cuda.nvtx"), name, make)
         for name in ("torch.nn.modules.module", "torch._dynamo.eval_frame"):
-            self._patch(sys.modules.get(name), "_has_any_global_hook", lambda _: self._others_hook)
-        self._meet_compiler()
-        if self._compile_callbacks is None:
-            self._patch(self.torch, "compile", self._compiling)
+            self._patch(sys.modules.get(name), "_has_any_global_hook", lambda _: self._hooks.others)
+        if not self._hooks.told:
+            self._patch(self.torch, "compile", self._hooks.compiling)
         tags.listeners.append(self)
-        for ref in list(_known_roots.values()):
-            if (root := ref()) is not None:
-                self._roots[id(root)] = ref
-        for ref in list(_known_optimizers.values()):
-            if (optimizer := ref()) is not None:
-                self._optimizers[id(optimizer)] = ref
         self.look()
 
     def close(self) -> None:
@@ -158,12 +136,11 @@ class Observer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._unhook_modules()
+        self._hooks.close()
         for owner, name, original, made in reversed(self._put_back):
             if getattr(owner, name, None) is made:
                 setattr(owner, name, original)
         self._put_back.clear()
-        self._forget_compiler()
         self.stop_notes()
 
     def stop_notes(self) -> None:
@@ -178,64 +155,6 @@ class Observer:
             made = make(original)
             setattr(owner, name, made)
             self._put_back.append((owner, name, original, made))
-
-    def _hook_modules(self) -> None:
-        modules: Any = sys.modules["torch.nn.modules.module"]
-        self._module_handles = [
-            modules.register_module_forward_pre_hook(self._entering()),
-            modules.register_module_forward_hook(self._leaving(), with_kwargs=True, always_call=True),
-        ]
-
-    def _unhook_modules(self) -> None:
-        modules: Any = sys.modules["torch.nn.modules.module"]
-        for handle in self._module_handles:
-            handle.remove()
-            for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
-                getattr(modules, name, {}).pop(handle.id, None)  # torch forgets the first
-        self._module_handles = []
-
-    def _others_hook(self) -> bool:
-        """Whether somebody else has global hooks on modules: torch.compile warns of those, and ours leave it alone."""
-        modules: Any = sys.modules["torch.nn.modules.module"]
-        ours = {handle.id for handle in self._module_handles}
-        names = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks")
-        return any(set(getattr(modules, name, ())) - ours for name in names)
-
-    # ------------------------------------------------------------------ torch.compile
-    def _meet_compiler(self) -> None:
-        """While the compiler looks at a module our hooks are out of its sight: what it makes must not depend on them."""
-        module = sys.modules.get("torch._dynamo.callback")
-        handler = getattr(module, "callback_handler", None)
-        if handler is None or self._compile_callbacks is not None:
-            return
-        begin, end = (lambda *_: self._unhook_modules()), (lambda *_: self._hook_modules() if self._open and not self._module_handles else None)
-        try:
-            handler.register_start_callback(begin)
-            handler.register_end_callback(end)
-            self._compile_callbacks = (begin, end)
-        except AttributeError:  # an older torch
-            return
-
-    def _compiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``torch.compile`` loads the compiler; from then on we hear when it is at work."""
-
-        @functools.wraps(original)
-        def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001 - torch's name
-            if self._open:
-                importlib.import_module("torch._dynamo")
-                self._meet_compiler()
-            return original(*args, **kwargs)
-
-        return compile
-
-    def _forget_compiler(self) -> None:
-        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-        if handler is not None and self._compile_callbacks is not None:
-            for name, callback in zip(("start_callbacks", "end_callbacks"), self._compile_callbacks, strict=True):
-                callbacks = getattr(handler, name, None)
-                if callbacks is not None and callback in callbacks:
-                    callbacks.remove(callback)
-        self._compile_callbacks = None
 
     # ------------------------------------------------------------------ records
     def _meet(self) -> _Thread:
@@ -380,21 +299,11 @@ class Observer:
             self._move(here, RECOMPUTE, self._backward)
         else:
             self._move(here, FORWARD)
-        known = self._roots.get(id(module))
-        if known is None or known() is not module:
-            begin = time.perf_counter_ns()
-            self._meet_root(module)
+        begin = time.perf_counter_ns()
+        if self.owned.meet_root(module, self._latest):
             self.spent_ns += time.perf_counter_ns() - begin
-        if self._fresh_grads and not in_backward:
-            self._note_grads(here.record)
-
-    def _meet_root(self, module: Any) -> None:
-        known = self.layers.name(module) is not None
-        ref = weakref.ref(module)
-        self._roots[id(module)] = ref
-        _known_roots[id(module)] = ref
-        if not known:  # a part of a model that is known is no root of its own
-            self._note_module(module, self._latest())
+        if self.owned.fresh_grads and not in_backward:
+            self.owned.gradients(here.record)
 
     def _leave(self, module: Any, args: Any, kwargs: Any, result: Any) -> None:
         """The outermost module; or one below raised, and was not told."""
@@ -418,37 +327,10 @@ class Observer:
         self._move(here, phase, None if phase == NONE else group)
         if phase in (BACKWARD, RECOMPUTE):
             return
-        self._fresh_grads |= self.torch.is_grad_enabled()  # a backward may come, and not every torch tells
+        self.owned.fresh_grads |= self.torch.is_grad_enabled()  # a backward may come, and not every torch tells
         begin = time.perf_counter_ns()
-        moment = here.record
-        for tensor in _owners.tensors_in((args, kwargs), self.torch, 3):
-            if tensor.grad_fn is None and not isinstance(tensor, self.torch.nn.Parameter):
-                self._own(moment, tensor, "inputs", "storage", None, None)
-        for cache in _owners.caches_of([kwargs, result, *args]):
-            kept = [tensor for tensor in _owners.tensors_in(cache, self.torch) if not tensor.requires_grad]
-            for tensor in kept:  # in training these are activations, and the cache ends with the forward
-                self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
-            if kept:
-                self._note_shape(moment, cache, kwargs.get("attention_mask") if isinstance(kwargs, dict) else None)
+        self.owned.forward(here.record, args, kwargs, result)
         self.spent_ns += time.perf_counter_ns() - begin
-
-    def _note_shape(self, moment: int, cache: Any, mask: Any = None, *, wait: bool = False) -> None:
-        """How much a cache holds; ``wait``: the program has ended, so the device may be asked."""
-        now, known = self.clock_ns(), self._living.get(id(cache))
-        if known is None or known() is not cache:
-            self._masks.pop(id(cache), None)
-            try:
-                self._living[id(cache)] = weakref.ref(cache)
-            except TypeError:  # tuples
-                self._living.pop(id(cache), None)
-        if mask is not None and id(cache) not in self._masks:
-            self._masks[id(cache)] = weakref.ref(mask)
-        ref = self._masks.get(id(cache)) if wait else None
-        kept = ref() if ref is not None else None
-        for shape in _caches.shapes(cache, wait=wait):
-            self.caches.append((moment, now, shape, _caches.padding(kept) if kept is not None else None))
-        if len(self.caches) > _MOST_SHAPES:
-            del self.caches[1 : _MOST_SHAPES // 2 : 2]
 
     # ------------------------------------------------------------------ backward
     def _stashing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -499,7 +381,7 @@ class Observer:
     def _end_backward(self, here: _Thread) -> None:
         phase, group = here.before.pop() if here.before else (NONE, 0)
         self._backward = -1
-        self._fresh_grads = True
+        self.owned.fresh_grads = True
         here.depth = 0
         self._move(here, phase, None if phase == NONE else group)
 
@@ -522,11 +404,9 @@ class Observer:
             here.before.append((here.phase, here.group))
             self._move(here, OPTIMIZER)
             begin = time.perf_counter_ns()
-            if id(optimizer) not in self._optimizers or self._optimizers[id(optimizer)]() is not optimizer:
-                self._optimizers[id(optimizer)] = _known_optimizers[id(optimizer)] = weakref.ref(optimizer)
-                self._states.pop(id(optimizer), None)
+            self.owned.meet_optimizer(optimizer)
             if self._grads_matter():
-                self._note_grads(here.record, optimizer)
+                self.owned.gradients(here.record, optimizer)
             self.spent_ns += time.perf_counter_ns() - begin
         except Exception as error:
             self._guard(error)
@@ -541,7 +421,7 @@ class Observer:
         higher, self._peak_seen = highest != self._peak_seen, highest
         if highest is None or higher or self._steps_seen <= _FIRST_STEPS or self._steps_seen % _EVERY == 0:
             return True
-        self._fresh_grads = False
+        self.owned.fresh_grads = False
         return False
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -555,8 +435,7 @@ class Observer:
             self._move(here, phase, None if phase == NONE else group)
             self.steps.append((here.record, id(optimizer)))
             begin = time.perf_counter_ns()
-            if self._states.get(id(optimizer)) != len(optimizer.state):
-                self._note_optimizer(optimizer, here.record)
+            self.owned.optimizer(optimizer, here.record, grown=True)
             self.spent_ns += time.perf_counter_ns() - begin
         except Exception as error:
             self._guard(error)
@@ -616,7 +495,7 @@ class Observer:
 
     def tagged_now(self, obj: Any, category: str, name: str) -> None:
         """``mp.tag`` was called."""
-        self._note_tagged(obj, category, name, self._latest(fresh=True))
+        self.owned.tagged(obj, category, name, self._latest(fresh=True))
 
     def _users_note(self, original: Callable[[str], None]) -> Callable[[str], None]:
         def _cuda_setMemoryMetadata(metadata: str) -> None:  # noqa: N802 - torch's name
@@ -625,54 +504,13 @@ class Observer:
 
         return _cuda_setMemoryMetadata
 
-    # ------------------------------------------------------------------ owners
     def look(self, *, everywhere: bool = False) -> int:
         """Note every owner that is known now; ``everywhere``: search for others first. Gives the moment."""
         begin = time.perf_counter_ns()
         moment = self._latest(fresh=True)
-        self._seen.clear()
-        self._states.clear()
-        self._parameters.clear()
-        caches: list[Any] = []
-        if everywhere:
-            try:
-                modules, optimizers, caches = _owners.find(self.torch)
-                for module in modules:
-                    self._roots.setdefault(id(module), weakref.ref(module))
-                for optimizer in optimizers:
-                    self._optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
-            except Exception as error:
-                self._guard(error)
-        for note, refs in ((self._note_module, self._roots), (self._note_optimizer, self._optimizers)):
-            for key, ref in list(refs.items()):
-                owner = ref()
-                if owner is None:
-                    del refs[key]
-                    continue
-                try:
-                    if refs is not self._roots or not self._is_part(owner):
-                        note(owner, moment)
-                except Exception as error:
-                    self._guard(error)
-        self._note_grads(moment)
-        if everywhere:
-            self._note_parameters()
-        met = [cache for ref in self._living.values() if (cache := ref()) is not None] if everywhere else []
-        for cache in {id(c): c for c in (*caches, *met)}.values():
-            for tensor in _owners.tensors_in(cache, self.torch):
-                self._own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
-            try:
-                self._note_shape(moment, cache, wait=True)
-            except Exception as error:
-                self._guard(error)
-        for obj, category, name in tags.tagged():
-            self._note_tagged(obj, category, name, moment)
+        self.owned.look(moment, everywhere=everywhere)
         self.spent_ns += time.perf_counter_ns() - begin
         return moment
-
-    def _is_part(self, module: Any) -> bool:
-        """Whether the module is below another root, whose walk will meet it."""
-        return "." in (self.layers.name(module) or "")
 
     def _latest(self, *, fresh: bool = False) -> int:
         here = self._meet()
@@ -681,73 +519,3 @@ class Observer:
             self._push(here)
             self._tell(here)
         return self.first + len(self.times) - 1
-
-    def _own(self, moment: int, tensor: Any, category: str, evidence: str, layer: str | None, name: str | None) -> None:
-        for device, addr in _owners.addresses(tensor, self.device_type):
-            key, what = (device, addr), (category, layer)
-            if category in ("weights", "buffers", "optimizer_state") and self._seen.get(key) == what:
-                continue
-            self._seen[key] = what
-            self.owners.append((moment, self.clock_ns(), device, addr, category, evidence, layer, name))
-
-    def _note_module(self, root: Any, moment: int) -> None:
-        for tensor, category, layer, name in _owners.of_module(root, self.layers.learn_all(root)):
-            self._own(moment, tensor, category, "storage", layer, name)
-            if category == "weights":
-                ref = weakref.ref(tensor)
-                self._parameters.append((ref, layer))
-                known = self._layer_of_parameter.get(id(tensor))
-                if known is None or known[0]() is not tensor:  # of tied weights the first place counts
-                    self._layer_of_parameter[id(tensor)] = (ref, layer)
-
-    def _note_parameters(self) -> None:
-        """What the weights of the known modules are made of; of tied ones the first place."""
-        self.parameters, seen = [], set()
-        for ref in self._roots.values():
-            root = ref()
-            if root is None or self._is_part(root):
-                continue
-            for tensor, category, layer, name in _owners.of_module(root, self.layers.learn_all(root)):
-                try:
-                    if category != "weights" or id(tensor) in seen or tensor.device.type != self.device_type or hasattr(tensor, "__tensor_flatten__"):
-                        continue
-                    seen.add(id(tensor))
-                    rows = tensor.shape[:-1].numel() if tensor.ndim >= 2 else 0
-                    self.parameters.append((layer, name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), rows, tensor.numel() * tensor.element_size()))
-                except Exception as error:  # parameters that are not there yet
-                    self._guard(error)
-
-    def _note_grads(self, moment: int, optimizer: Any = None) -> None:
-        """Gradients where they are now: of the optimizer's parameters, or of all that are known."""
-        self._fresh_grads = False
-        if optimizer is None:
-            found: list[tuple[Any, str | None]] = [(p, layer) for ref, layer in self._parameters if (p := ref()) is not None]
-        else:
-            found = [(p, self._layer_for(p)) for group in optimizer.param_groups for p in group["params"]]
-        now, plain, strided, add, device_type = self.clock_ns(), self.torch.Tensor, self.torch.strided, self.owners.append, self.device_type
-        for parameter, layer in found:
-            grad = parameter.grad if parameter.is_leaf else None  # torch warns of others
-            if grad is None:
-                continue
-            if type(grad) is plain and grad.is_cuda and grad.layout is strided and not grad.storage_offset():
-                if device_type == "cuda":
-                    add((moment, now, grad.get_device(), grad.data_ptr(), "gradients", "storage", layer, None))
-            else:
-                self._own(moment, grad, "gradients", "storage", layer, None)
-
-    def _layer_for(self, parameter: Any) -> str | None:
-        known = self._layer_of_parameter.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
-
-    def _note_optimizer(self, optimizer: Any, moment: int) -> None:
-        self._states[id(optimizer)] = len(optimizer.state)
-        for parameter, tensor, name in _owners.of_optimizer(optimizer, self.torch):
-            self._own(moment, tensor, "optimizer_state", "storage", self._layer_for(parameter), name)
-        for group in optimizer.param_groups:  # parameters of no module
-            for parameter in group["params"]:
-                if id(parameter) not in self._layer_of_parameter:
-                    self._own(moment, parameter, "weights", "storage", None, None)
-
-    def _note_tagged(self, obj: Any, category: str, name: str, moment: int) -> None:
-        for tensor in _owners.tensors_in(obj, self.torch):
-            self._own(moment, tensor, category, "tag", None, name)

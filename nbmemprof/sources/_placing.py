@@ -44,7 +44,7 @@ class Log:
     def of(cls, seen: Observer) -> Log:
         """Take a copy."""
         times, phase, group, back, layer, name, grad = (np.array(c, np.int64) for c in (seen.times, seen.phases, seen.groups, seen.backs, seen.layer_of, seen.name_of, seen.grads))
-        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owners), list(seen.caches), list(seen.routing), list(seen.parameters))
+        return cls(seen.first, times / 1e3, phase, group, back, layer, name, grad, list(seen.steps), list(seen.layers.names), list(seen.names), list(seen.owned.rows), list(seen.owned.caches), list(seen.routing), list(seen.owned.parameters))
 
     def __post_init__(self) -> None:
         self.phase = _loss(self.phase, self.grad)
