@@ -316,7 +316,7 @@ def _meta(text: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputRefused(f"{where}: meta.json is damaged ({error}). Save the capture again.") from error
     if not isinstance(head, dict) or not isinstance(head.get("meta"), dict) or not isinstance(head.get("schema"), int):
-        raise InputRefused(f"{where}: meta.json is not a capture's. Is this an .nbmem file?")
+        raise InputRefused(f"{where}: meta.json is not a capture's. Give what cap.save('run.nbmem') wrote.")
     if head["schema"] > schema.SCHEMA_VERSION:
         raise InputRefused(
             f"{where} was written with schema version {head['schema']}; this nbmemprof reads up to {schema.SCHEMA_VERSION}. Install a newer nbmemprof."
@@ -332,7 +332,7 @@ def _load_zip(file: Path | IO[bytes], where: str) -> Capture:
         with zipfile.ZipFile(file) as archive:
             infos = {i.filename: i for i in archive.infolist()}
             if len(infos) > _LIMIT_MEMBERS:
-                raise InputRefused(f"{where} has {len(infos)} members; a capture has a few. It is not an .nbmem file.")
+                raise InputRefused(f"{where} has {len(infos)} members; a capture has a few: it is not an .nbmem file. Give what cap.save('run.nbmem') wrote.")
             if any(name.endswith("data.pkl") for name in infos):
                 raise InputRefused(f"{where} was written by torch.save: weights or other tensors, with no history of memory. A snapshot is what torch.cuda.memory._dump_snapshot writes.")
             if "meta.json" not in infos:

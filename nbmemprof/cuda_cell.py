@@ -117,7 +117,7 @@ def _compiled(source: str, name: str) -> Any:
     try:
         return cupy.RawModule(code=source, options=("-std=c++17", "-lineinfo")).get_function(name)
     except cupy.cuda.compiler.CompileException as error:
-        raise NbmemprofError(f"The CUDA C of this cell doesn't compile:\n{error}") from error
+        raise NbmemprofError(f"Nothing was launched: mend the CUDA C of this cell, which doesn't compile:\n{error}") from error
 
 
 # ---------------------------------------------------------------------- the line
@@ -140,7 +140,7 @@ def _evaluated(text: str, names: dict[str, Any], what: str) -> Any:
     try:
         return eval(compile(text, PROG, "eval"), names)  # noqa: S307 - the user's own line
     except Exception as error:
-        raise FlagError(f"{PROG}: {what} can't be evaluated ({type(error).__name__}: {error}). Nothing was launched.") from error
+        raise FlagError(f"{PROG}: {what} can't be evaluated ({type(error).__name__}: {error}). Nothing was launched: write it with variables of this notebook.") from error
 
 
 def _numbers(text: str, names: dict[str, Any], what: str) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _fitted(source: str, name: str, values: Sequence[Any]) -> list[Any]:
     """Arguments as the kernel's parameters want them."""
     parameters = _parameters(source, name)
     if len(parameters) != len(values):
-        raise NbmemprofError(f"{name} has {len(parameters)} parameters ({', '.join(word for _, word, _ in parameters)}), and {len(values)} arguments were given.")
+        raise NbmemprofError(f"{name} has {len(parameters)} parameters ({', '.join(word for _, word, _ in parameters)}), and {len(values)} arguments were given. Give one for each.")
     return [_array(value, kind, word) if pointer else _scalar(value, kind, word) for value, (kind, word, pointer) in zip(values, parameters, strict=True)]
 
 
@@ -188,7 +188,7 @@ def _scalar(value: Any, kind: str, word: str) -> Any:
     try:
         return value if wanted is None else wanted(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise NbmemprofError(f"{word} can't be {value!r}: the kernel wants {kind} ({error}).") from error
+        raise NbmemprofError(f"{word} can't be {value!r}: the kernel wants {kind} ({error}). Pass a number that fits it.") from error
 
 
 # ---------------------------------------------------------------------- without a GPU

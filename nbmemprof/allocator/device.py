@@ -183,7 +183,7 @@ class Device:
     def _block(self, addr: int) -> int:
         block = self._live.get(addr)
         if block is None:
-            raise NbmemprofError(f"Nothing is allocated at {addr:#x}. It was freed before, or never given out.")
+            raise NbmemprofError(f"Nothing is allocated at {addr:#x}. It was freed before, or never given out: free what malloc() returned, once.")
         return block
 
     # ------------------------------------------------------------------ streams

@@ -35,7 +35,7 @@ def measured(bandwidth: pl.DataFrame, working_set: pl.DataFrame | None = None) -
         The frame is not a bandwidth probe's.
     """
     if not {"what", "achieved_bytes_per_s"} <= set(bandwidth.columns):
-        raise NbmemprofError(f"Ceilings come from the frame of mp.probes.bandwidth(); this one has the columns {', '.join(bandwidth.columns[:6])} …")
+        raise NbmemprofError(f"Ceilings come from the frame of mp.probes.bandwidth(); this one has the columns {', '.join(bandwidth.columns[:6])} … Give that frame, or leave ceilings out.")
     best = dict(bandwidth.group_by("what").agg(pl.col("achieved_bytes_per_s").max()).iter_rows())
     made: dict[str, Any] = {mix: max(found) for mix, names in _MIXES.items() if (found := [best[name] for name in names if best.get(name)])}
     if working_set is not None:

@@ -41,7 +41,7 @@ def kernels(text: str, wanted: Sequence[str]) -> tuple[list[dict[str, float]], l
     """
     table = list(csv.reader(line for line in io.StringIO(text) if line.startswith('"')))  # other lines are ncu's own remarks
     if len(table) < 3:
-        raise NotRecording(f"ncu's report holds no kernel ({text.strip()[:200] or 'it is empty'}). Does the function launch one?")
+        raise NotRecording(f"ncu's report holds no kernel ({text.strip()[:200] or 'it is empty'}). Give a function that launches one.")
     head = table[0]
     rows, launches, device = [], [], None
     for line in table[2:]:  # the second holds units

@@ -56,7 +56,7 @@ def from_path(path: str | os.PathLike[str], *, inflated_limit: int = INFLATED_LI
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
-                raise InputRefused(f"{path} is empty (0 bytes), so it is not a snapshot. Was the program stopped before it had written it?")
+                raise InputRefused(f"{path} is empty (0 bytes), so it is not a snapshot. Write it again: the program may have been stopped before it had written it.")
             if file.read(2) == b"\x1f\x8b":
                 file.seek(0)
                 return _build(*_of_pickle(_inflate(file, str(path), inflated_limit), str(path), meta))
@@ -132,7 +132,7 @@ def _inflate(file: IO[bytes], name: str, limit: int) -> bytes | bytearray:
     if not unpack.eof:
         raise InputRefused(f"{name} is truncated or incomplete: its gzip data ends early. Copy it again, or let the program finish writing it.")
     if not whole:
-        raise InputRefused(f"{name} unpacks to nothing: it is empty, not a snapshot. Was the program stopped before it had written it?")
+        raise InputRefused(f"{name} unpacks to nothing: it is empty, not a snapshot. Write it again: the program may have been stopped before it had written it.")
     return whole
 
 

@@ -129,7 +129,7 @@ def measure_unified(gpu: _device.Gpu, size_bytes: int = MOST_MANAGED, rounds: in
         More than 64 MiB: managed memory beyond what a card has free can stop the card for everybody.
     """
     if size_bytes > MOST_MANAGED:
-        raise NbmemprofError(f"The probe of unified memory uses at most {format_bytes(MOST_MANAGED)}; {format_bytes(size_bytes)} were asked for. The rates don't change with size.")
+        raise NbmemprofError(f"The probe of unified memory uses at most {format_bytes(MOST_MANAGED)}; {format_bytes(size_bytes)} were asked for. Ask for less: the rates don't change with size.")
     device, host = gpu.managed(size_bytes)
     n = np.uint64(size_bytes // 4)
     truth = _device.mixed(np, size_bytes // 4)
