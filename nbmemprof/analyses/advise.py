@@ -44,6 +44,17 @@ def advise(capture: Capture, replay: bool = True) -> pl.DataFrame:
     One row a finding, by ``saving_bytes`` descending: ``device rank`` (null: all), ``rule`` (its name), ``finding``, ``evidence`` and
     ``action`` as sentences; ``saving_bytes``: reserved bytes saved, the least of the range, of ``checkpoint`` allocated ones (0: it saves time or makes it work at all;
     null: not to be told); ``origin``: ``replayed`` for what other settings would have done, ``modelled`` for what checkpointing would, else that of the capture.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device()
+    >>> blocks = [device.malloc("1MiB") for _ in range(20)]
+    >>> for block in blocks[::2]:
+    ...     device.free(block)
+    >>> capture = mp.load(device.snapshot())
+    >>> mp.advise(capture).select("rule", "saving_bytes", "origin").rows()
+    [('settings', 0, 'replayed')]
     """
     seen = Seen(capture)
     seen.replayed = replay and seen.is_cuda and trials(capture).why_not is None

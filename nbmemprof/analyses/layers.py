@@ -32,6 +32,8 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
 
     Parameters
     ----------
+    capture
+        Any capture; without modules in its trace all is in the row of no layer.
     by
         ``"path"``: the tree of modules; ``"part"``: attention, MLP, experts, embedding, norm, head … of each model, by the words in the paths (``layer`` is
         then the part, ``parent`` the model); ``"expert"``: the experts of a mixture with their tokens, in columns of their own (:func:`nbmemprof.analyses.experts.experts`).
@@ -54,6 +56,15 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
     ------
     NbmemprofError
         For a depth below 0 or another ``by``.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> with mp.record("torch_cpu") as recording:
+    ...     model = torch.nn.Linear(1000, 1000)
+    ...     model(torch.ones(8, 1000)).sum().backward()
+    >>> mp.layers(recording.capture).select("layer", "weights_bytes", "gradients_bytes").rows()[0]
+    ('Linear', 4004000, 4004000)
     """
     if by not in ("path", "part", "expert"):
         raise NbmemprofError(f"by={by!r} is not a way to sum layers. Use 'path', 'part' or 'expert'.")
