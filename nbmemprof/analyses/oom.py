@@ -56,9 +56,10 @@ def oom(capture: Capture, replay: bool = False) -> pl.DataFrame:
     """
     refusals = capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
     rows = explained(capture, refusals, settings_that_serve(capture) if replay and refusals.height else {})
-    if capture.meta.get("source") != "prediction" or not rows.height:
+    needs = capture.meta.get("needs")
+    if capture.meta.get("source") != "prediction" or not rows.height or (isinstance(needs, dict) and needs.get("raised")):
         return rows
-    later = pl.int_range(pl.len()) > 0  # a prediction goes on; a run doesn't
+    later = pl.int_range(pl.len()) > 0  # this prediction met no error and went on; a run doesn't
     return rows.with_columns(pl.when(later).then(pl.format("{} {}", pl.lit(_NOT_SEEN), "reason")).otherwise("reason").alias("reason"))
 
 

@@ -28,6 +28,8 @@ def adopt(torch: Any, session: Any, names: dict[str, Any]) -> Adopted:
         before = mover.nbytes
         try:
             mover.visit(value, DEPTH)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             done.left[name] = str(error).splitlines()[0]
         if mover.nbytes > before:
@@ -144,7 +146,7 @@ class _Mover:
 
     def _move(self, tensor: Any) -> None:
         torch = self.torch
-        if isinstance(tensor, self.fake) or tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_leaf:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_leaf:
             return
         if tensor.grad is not None:
             grad = tensor.grad
@@ -167,7 +169,7 @@ class _Mover:
         """A fake tensor on the device with the same place in the same kind of storage."""
         torch = self.torch
         storage = tensor.untyped_storage()
-        key, nbytes = storage.data_ptr(), storage.nbytes()
+        key, nbytes = storage._cdata if isinstance(tensor, self.fake) else storage.data_ptr(), storage.nbytes()  # a fresh process has fakes of the CPU's
         with torch.no_grad():
             whole = self._storages.get(key) if nbytes else None
             if whole is None:
@@ -177,7 +179,7 @@ class _Mover:
             size = tensor.element_size()
             made = whole[: nbytes // size * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         made = made.detach()
-        if self.shadows._wanted(tensor):
+        if self.shadows._wanted(tensor) and (known := self.shadows.of(tensor)) is not None:
             with contextlib.suppress(RuntimeError), self.shadows._outside():
-                self.shadows.put(made, tensor.detach().clone())
+                self.shadows.put(made, known.detach().clone())
         return made

@@ -7,51 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from nbmemprof.allocator import Device
-from nbmemprof.allocator import _memory as M
-from nbmemprof.prediction.feed import outside_bytes
 from nbmemprof.prediction.patches import Changes
-from nbmemprof.prediction.recorder import EMPTY_CACHE
+from nbmemprof.prediction.room import outside_bytes
 
 __all__ = ["Answers", "memory"]
 
 
 class Answers:
-    """A modelled device that follows a record."""
+    """What the session's modelled device tells."""
 
-    def __init__(self, session: Any, conf: str = "") -> None:
-        self._session, self._at = session, 0
-        self._rows = np.zeros(0, np.int64)
-        self.device = Device(conf, torch=session.version, limit_bytes=session.limit_bytes, capacity_bytes=session.gpu.capacity_bytes, history=False)
-
-    def follow(self) -> Device:
-        """The device now."""
-        record = self._session.record
-        events = np.asarray(record.events[self._at :], np.int64)
-        self._at += len(events)
-        if len(events):
-            made = record.made
-            rows = np.zeros(2 * len(made), np.int64)
-            rows[: len(self._rows)] = self._rows
-            self._rows = rows
-            operations = np.zeros((len(events), M.WORDS), np.int64)
-            empty = events == EMPTY_CACHE
-            is_alloc = (events >= 0) & ~empty
-            row = np.where(empty, 0, np.where(events >= 0, events, ~events))
-            operations[:, M.T_KIND] = np.where(empty, M.EMPTY, np.where(is_alloc, M.ALLOC, M.FREE_REQUESTED))
-            operations[:, M.T_SIZE] = [made[i].nbytes if asked else 0 for i, asked in zip(row.tolist(), is_alloc.tolist(), strict=True)]
-            operations[:, M.T_ROW] = row
-            model = self.device._model
-            operations[:, M.T_POOL] = np.where(is_alloc, model.default, 0)
-            model.m[M.NOW], model.m[M.STOP], model.m[M.NEXT_GIVEN] = 0, operations.size, 0
-            self.device._trace = model.run(self.device._trace, operations.reshape(-1), rows, work=len(events))
-        return self.device
+    def __init__(self, session: Any) -> None:
+        self._session, self.room = session, session.room
+        self.follow = self.room.follow
 
     def stats(self, *_: Any, **__: Any) -> dict[str, int]:
         """``torch.cuda.memory_stats``."""
-        return self.follow().stats()
+        told: dict[str, int] = self.follow().stats()
+        return told
 
     def asker(self, name: str) -> Any:
         """A function that gives one of the counters."""
@@ -63,13 +35,19 @@ class Answers:
 
     def free_total(self, *_: Any, **__: Any) -> tuple[int, int]:
         """``torch.cuda.mem_get_info``: what torch reserved and the context take away."""
-        gpu = self._session.gpu
-        taken = self.stats()["reserved_bytes.all.current"] + outside_bytes(gpu, self._session.record)
-        return max(0, gpu.capacity_bytes - taken), gpu.capacity_bytes
+        taken = self.stats()["reserved_bytes.all.current"] + outside_bytes(self._session.gpu, self._session.record)
+        return max(0, self.room.card - taken), self.room.card
+
+    def set_fraction(self, fraction: float, *_: Any, **__: Any) -> None:
+        """``torch.cuda.set_per_process_memory_fraction``."""
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        self.room.set_limit(int(fraction * self.room.card))
 
     def snapshot(self, *_: Any, **__: Any) -> dict[str, Any]:
         """``torch.cuda.memory._snapshot``, without a trace."""
-        return self.follow().snapshot()
+        told: dict[str, Any] = self.follow().snapshot()
+        return told
 
 
 def memory(torch: Any, session: Any, changes: Changes) -> None:
@@ -81,7 +59,7 @@ def memory(torch: Any, session: Any, changes: Changes) -> None:
     }  # fmt: skip
     functions: dict[str, Any] = {name: answers.asker(counter) for name, counter in names.items()}
     functions |= dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), answers.reset_peak)
-    functions |= {"memory_stats": answers.stats, "mem_get_info": answers.free_total, "list_gpu_processes": lambda *_: "no processes are running", "memory_snapshot": lambda *_, **__: answers.snapshot()["segments"]}
+    functions |= {"set_per_process_memory_fraction": answers.set_fraction, "memory_stats": answers.stats, "mem_get_info": answers.free_total, "list_gpu_processes": lambda *_: "no processes are running", "memory_snapshot": lambda *_, **__: answers.snapshot()["segments"]}
     for name, function in functions.items():
         for module in (torch.cuda, torch.cuda.memory):
             if hasattr(module, name):

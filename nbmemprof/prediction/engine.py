@@ -10,11 +10,14 @@ from typing import Any, Self
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.prediction import composites, habits, kernels, legal, patches
+from nbmemprof.prediction.beyond import Beyond
 from nbmemprof.prediction.catalogue import GPU
+from nbmemprof.prediction.feed import needs
 from nbmemprof.prediction.kernels import encoder
 from nbmemprof.prediction.lines import Lines
 from nbmemprof.prediction.memory import Memory
 from nbmemprof.prediction.recorder import Record, recorder_class
+from nbmemprof.prediction.room import Room, Terms
 from nbmemprof.prediction.rules import Rules
 from nbmemprof.prediction.shadows import Shadows
 from nbmemprof.prediction.where import Where
@@ -23,23 +26,30 @@ __all__ = ["Session", "fake_run"]
 
 
 class Session:
-    """Fake CUDA for as long as the block runs: ``with Session(gpu) as session:`` then the user's code, as often as wanted."""
+    """Fake CUDA for as long as the block runs: ``with Session(gpu) as session:`` then the user's code, as often as wanted.
 
-    def __init__(self, gpu: GPU, *, torch_rules: str | None = None, limit_bytes: int | None = None) -> None:
-        self.gpu, self.version = gpu, torch_rules or gpu.torch
+    With ``terms`` a request that finds no room raises torch's error; between ``begin`` and ``finish`` a copy of the process goes on without that, to tell
+    what would be needed.
+    """
+
+    def __init__(self, gpu: GPU, *, torch_rules: str | None = None, terms: Terms | None = None) -> None:
+        self.gpu, self.version, self.terms = gpu, torch_rules or gpu.torch, terms
         self.record = Record()
         self.lines = Lines(self.record.stacks)
-        self.limit_bytes = limit_bytes
+        self.room = Room(self.record, gpu, self.version, terms)
+        self.carried: list[Any] = []  # objects that came from the kernel
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         torch = _optional.require("torch", feature="a prediction")
         stack = self._stack
         try:
+            with torch.enable_grad():  # autograd starts its threads with the first backward: one for each device, and there is none yet. So a copy can be made later.
+                torch.ones(1, device="cpu", requires_grad=True).sum().backward()
             stack.enter_context(legal.fake_cuda())
             fake_tensor = torch._subclasses.fake_tensor
             mode_class = _fakes(fake_tensor.FakeTensorMode)
-            memory = Memory(self.gpu, self.record, self.limit_bytes)
+            memory = Memory(self.gpu, self.record, None)
             changes = stack.enter_context(patches.patched(self.gpu, memory))
             rules = Rules(torch, self.gpu, self.version, self.record)
             kernels.install(torch, rules)
@@ -52,7 +62,7 @@ class Session:
             stack.enter_context(_no_log("torch._subclasses.fake_tensor"))  # an error is raised to whom it belongs; it needs no log
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             stack.enter_context(mode_class(allow_non_fake_inputs=True))
-            self.recorder = recorder_class(torch)(self.record, where, shadows, rules, lines=self.lines)
+            self.recorder = recorder_class(torch)(self.record, where, shadows, rules, lines=self.lines, room=self.room if self.terms is not None else None)
             self.where = where
             where.index_of = self.recorder.index_of
             stack.enter_context(self.recorder)
@@ -70,6 +80,20 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def begin(self) -> None:
+        """Code begins: at its first refusal a copy of this process is made."""
+        if self.terms is not None:
+            self.room.beyond = Beyond(self.terms.seconds)
+
+    def finish(self, since: int = 0) -> None:
+        """The code is done. In the copy: tell what it took from the event ``since`` on, and end; else note what the copy told."""
+        beyond, self.room.beyond = self.room.beyond, None
+        if beyond is None or beyond.at is None:
+            return
+        if beyond.copy:
+            beyond.tell(needs(self.record, conf=self.room.device.conf, torch=self.version, since=since))
+        self.record.needs.append((beyond.at, beyond.answer()))
 
 
 def _fakes(base: Any) -> Any:

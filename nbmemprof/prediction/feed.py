@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ from nbmemprof.capture import Capture
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.ranges import bounds
 from nbmemprof.prediction.recorder import EMPTY_CACHE, Allocation, Record
+from nbmemprof.prediction.room import change, operations, outside_bytes
 
-__all__ = ["capture_of", "served"]
+__all__ = ["capture_of", "needs", "served"]
 
+_ROUND = 512  # bytes of a block at least
 _GOES_ON = "the error of a refused request is not raised inside the cell: the request is skipped with its free, and the code goes on; a real run ends at the first"
 NOTHING_SPENT = {"stacks": "none", "cost_text": ""}  # meta["recording"] of a window of a fake run: what is not in it did not happen
 _ACTIONS = {
@@ -38,6 +40,9 @@ def served(
     sizes: Any = None,
     since: int = 0,
     opened: Callable[[Device], None] | None = None,
+    rooms: Sequence[tuple[int, int, int | None]] = (),
+    card_bytes: int = 0,
+    left_out: Iterable[int] = (),
 ) -> Device:
     """Put the requests of a record through the allocator's model, in one go.
 
@@ -47,6 +52,10 @@ def served(
         Bytes of each allocation instead of the record's, for a range's other end.
     since, opened
         Number of events before a window begins, and what is called with the device at that moment.
+    rooms, card_bytes
+        What there was from an event on (``Record.rooms``), and of which card.
+    left_out
+        Allocations that are not asked for.
 
     Returns
     -------
@@ -54,26 +63,20 @@ def served(
     """
     device = Device(conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=capacity_bytes, history=history)
     events = np.asarray(record.events, np.int64)
-    count = len(record.made)
-    nbytes = np.asarray([made.nbytes for made in record.made] if sizes is None else sizes, np.int64)
-    operations = np.zeros((len(events), M.WORDS), np.int64)
-    empty = events == EMPTY_CACHE
-    is_alloc = (events >= 0) & ~empty
-    row = np.where(empty, 0, np.where(events >= 0, events, ~events))
-    operations[:, M.T_KIND] = np.where(empty, M.EMPTY, np.where(is_alloc, M.ALLOC, M.FREE_REQUESTED))
-    operations[:, M.T_SIZE] = np.where(is_alloc, nbytes[row] if count else 0, 0)
-    operations[:, M.T_ROW] = row
-    operations[:, M.T_POOL] = np.where(is_alloc, device._model.default, 0)
-    nothing = ~empty & (nbytes[row] == 0) if count else empty
-    operations[nothing, M.T_KIND] = M.OTHER  # no bytes are no request
+    nbytes = np.asarray([*([made.nbytes for made in record.made] if sizes is None else sizes), 0], np.int64)
+    nbytes[list(left_out)] = 0
     model = device._model
-    rows = np.zeros(2 * max(1, count), np.int64)
+    words = operations(events, nbytes[np.where(events == EMPTY_CACHE, -1, np.where(events >= 0, events, ~events))], model.default).reshape(-1)
+    rows = np.zeros(2 * len(nbytes), np.int64)
     model.m[M.NOW], model.m[M.NEXT_GIVEN] = 0, 0
-    for end in (since, len(events)):
+    begins = {at: (capacity, limit) for at, capacity, limit in rooms}
+    for end in sorted({0, since, len(events), *begins}):
         model.m[M.STOP] = end * M.WORDS
-        device._trace = model.run(device._trace, operations.reshape(-1), rows, work=len(events))
+        device._trace = model.run(device._trace, words, rows, work=len(events))
         if end == since and opened is not None:
             opened(device)
+        if end in begins:
+            change(device, *begins[end], card_bytes)
     return device
 
 
@@ -82,7 +85,8 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
     capacity = gpu.capacity_bytes if capacity_bytes is None else capacity_bytes
     outside = outside_bytes(gpu, record)
     opening = _Opening()
-    device = served(record, conf=conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=max(0, capacity - outside), since=since, opened=opening if since else None)
+    room: dict[str, Any] = {"conf": conf, "torch": torch, "limit_bytes": limit_bytes, "capacity_bytes": capacity if record.rooms else max(0, capacity - outside), "rooms": record.rooms, "card_bytes": capacity}
+    device = served(record, **room, since=since, opened=opening if since else None)
     whole = device._trace[: int(device._model.m[M.AT])].reshape(-1, M.WORDS)
     trace = whole[opening.rows :]
     stats = device.stats()
@@ -102,17 +106,14 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
         meta = meta | {"start_snapshot_id": 0}
 
     def again(sizes: Any) -> Device:
-        return served(
-            record, conf=conf, torch=torch, limit_bytes=limit_bytes, capacity_bytes=max(0, capacity - outside), since=since, history=False, sizes=sizes,
-            opened=Device.reset_peak_stats if since else None,
-        )  # fmt: skip
+        return served(record, **room, since=since, history=False, sizes=sizes, opened=Device.reset_peak_stats if since else None, left_out=record.refused)
 
     assumptions = dict(record.assumptions)
     refused = np.flatnonzero(trace[:, 0] == M.OOM)
     if len(refused):
-        free = served(record, torch=torch, conf=_without_limit(conf), history=False, since=since, opened=Device.reset_peak_stats if since else None).stats()
-        meta = meta | {"needs": _needs(record, trace, refused, free)}
-        assumptions[_GOES_ON] = len(refused)
+        meta = meta | {"needs": _needs(record, trace, refused, _unrefused(record, trace, refused, since, opening.allocated) or needs(record, conf=conf, torch=torch, since=since))}
+        if not record.refused:
+            assumptions[_GOES_ON] = len(refused)
 
     counters |= bounds(record, again, counters["peak_allocated_bytes"], counters["peak_reserved_bytes"])
     made = heap.build(
@@ -124,13 +125,32 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
     return made
 
 
-def _needs(record: Record, trace: Any, refused: Any, free: dict[str, int]) -> dict[str, Any]:
+def _needs(record: Record, trace: Any, refused: Any, free: dict[str, Any]) -> dict[str, Any]:
     """The first request that is refused, and what the code would have taken if none were: bytes of tensors and of what torch reserves for them."""
     made = record.made[int(np.asarray(record.events, np.int64)[trace[refused[0], 5] // M.WORDS])]
     return {
         "refused_bytes": made.nbytes, "refused": len(refused), "seq": int(refused[0]), "op": made.op, "layer": made.layer, "phase": made.phase, "step": made.step,
-        "peak_allocated_bytes": free["allocated_bytes.all.peak"], "peak_reserved_bytes": free["reserved_bytes.all.peak"],
-    }  # fmt: skip
+        "raised": bool(record.refused), "caught": record.caught if record.refused else None,
+    } | free  # fmt: skip
+
+
+def needs(record: Record, *, conf: str, torch: str, since: int = 0) -> dict[str, Any]:
+    """Peaks from an event on as if there were room for everything; what had been refused before is not counted."""
+    stats = served(record, torch=torch, conf=_without_limit(conf), history=False, since=since, opened=Device.reset_peak_stats if since else None, left_out=record.refused).stats()
+    return {"peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"], "known_by": "the code went on as if nothing were refused"}
+
+
+def _unrefused(record: Record, trace: Any, refused: Any, since: int, before: int) -> dict[str, Any] | None:
+    """What a copy of the run found; where it found nothing, what was held and asked for at the refusal, which is the least. None where no request met an error."""
+    if not record.refused:
+        return None
+    told = next((answer for at, answer in record.needs if at >= since), None)
+    if told is not None:
+        return told
+    sizes = -(-trace[:, 2] // _ROUND) * _ROUND
+    kinds = trace[: refused[0], 0]
+    held = before + int(sizes[: refused[0]][kinds == M.ALLOC].sum() - sizes[: refused[0]][kinds == M.FREE_REQUESTED].sum()) + int(sizes[refused[0]])
+    return {"peak_allocated_bytes": held, "peak_reserved_bytes": held, "known_by": "what was held and asked for at the refusal: it needs more, how much was not found in time"}
 
 
 def _without_limit(conf: str) -> str:
@@ -167,14 +187,6 @@ def _known_before(rows: pl.DataFrame, record: Record, before: Any, stacks: Any) 
     joined = rows.join(known, on=["addr", "at_start"], how="left", maintain_order="left")
     names = ("category", "evidence", "layer", "op", "stack_id")
     return joined.with_columns(pl.coalesce(pl.col("_" + name).cast(rows.schema[name]), name).alias(name) for name in names).select(rows.columns)
-
-
-def outside_bytes(gpu: GPU, record: Record) -> int:
-    """Context and libraries that the run met, from the catalogue."""
-    table, used = gpu.outside, record.used
-    reached = [table.kernels if record.made else table.context]
-    reached += [getattr(table, name) for name in ("blas", "second_blas", "cudnn", "fft", "solver") if name in used]
-    return max(reached) << 20
 
 
 def _events(trace: Any, stacks: Any) -> pl.DataFrame:

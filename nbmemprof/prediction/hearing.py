@@ -57,7 +57,7 @@ class Hearing:
     @property
     def short_of_memory(self) -> bool:
         """Whether its error is one of this machine's memory."""
-        return self._error is not None and ("MemoryError" in self._error[0] or "can't allocate memory" in self._error[1])
+        return self._error is not None and (("MemoryError" in self._error[0] and self._error[0] != "OutOfMemoryError") or "can't allocate memory" in self._error[1])
 
     @property
     def where(self) -> str:

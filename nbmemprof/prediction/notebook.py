@@ -19,9 +19,10 @@ from nbmemprof import _optional, schema
 from nbmemprof.capture import Capture
 from nbmemprof.prediction import calibrating, carrying, feed, serving
 from nbmemprof.prediction.catalogue import GPU, find
-from nbmemprof.prediction.child import Child, Limits, PredictionFailed, forked, fresh
+from nbmemprof.prediction.child import Child, Limits, PredictionFailed, forked, fresh, refuses_fork
 from nbmemprof.prediction.earlier import Earlier, read
 from nbmemprof.prediction.hearing import Hearing
+from nbmemprof.prediction.room import Terms
 from nbmemprof.units import format_bytes, parse_bytes
 
 __all__ = ["Asked", "Elsewhere", "FakeSession", "asked", "call", "cell", "fork_hurts"]
@@ -105,7 +106,7 @@ def cell(shell: Any, text: str, number: int | None, wanted: Asked, *, history: S
         The child ended early, or this torch can't be faked.
     """
     earlier = _earlier(history)
-    job = serving.Job(text, number or 0, tuple((_number_of(shell, one, number or 0), one) for one in failed), earlier)
+    job = serving.Job(text, number or 0, tuple((_number_of(shell, one, number or 0), one) for one in failed), earlier, terms=Terms(wanted.conf, wanted.capacity_bytes, wanted.limit_bytes, wanted.limits.seconds))
     started, zero = datetime.now(UTC).astimezone().isoformat(timespec="seconds"), _clock()
     hearing = _run(shell, job, wanted, quiet)
     if "refused" in hearing.others:
@@ -133,11 +134,11 @@ def _run(shell: Any, job: serving.Job, wanted: Asked, quiet: Callable[[], None],
     why = next(filter(None, (fork_hurts(shell, shell.transform_cell(text)) for text in (job.text, *(text for _, text in job.failed)))), None)
     if why is None:
         hearing = _listen(shell, forked(lambda line: serving.copy(line, shell, wanted.gpu, job, quiet), wanted.limits), wanted, silent=silent)
-        if "refused" in hearing.others and _cuda_build():
-            why = "torch refuses to go on in a forked process"  # a GPU is here and the driver, or autograd's threads, were in use already
+        if "refused" in hearing.others and refuses_fork(hearing.others["refused"][1]):
+            why = "torch refuses to go on in a forked process"
     if why is not None:
         child = fresh("nbmemprof.prediction.serving:serve", wanted.limits, {"CUDA_VISIBLE_DEVICES": ""})
-        child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf))
+        child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf, wanted.capacity_bytes, wanted.limit_bytes, seconds=wanted.limits.seconds))
         child.send("namespace", carrying.pack(shell.user_ns, why))
         child.send("job", job)
         hearing = _listen(shell, child, wanted, silent=silent)
@@ -155,11 +156,6 @@ def _listen(shell: Any, child: Child, wanted: Asked, *, silent: bool) -> Hearing
     if hearing.short_of_memory:
         print(f"memprof: the prediction's process may take {format_bytes(wanted.limits.bytes())} of this machine's memory; --predict-host allows more.", file=sys.stderr)  # noqa: T201 - beside the cell's error
     return hearing
-
-
-def _cuda_build() -> bool:
-    torch = _optional.loaded("torch")
-    return torch is not None and torch.version.cuda is not None
 
 
 def _earlier(history: Sequence[str]) -> Earlier:
@@ -231,7 +227,7 @@ class FakeSession:
         self.shell, self.wanted, self.cells = shell, wanted, 0
         self.ended: str | None = None
         self.child = fresh("nbmemprof.prediction.serving:serve", wanted.limits, {"CUDA_VISIBLE_DEVICES": ""})
-        self.child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf, wanted.capacity_bytes, wanted.limit_bytes, lasting=True))
+        self.child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf, wanted.capacity_bytes, wanted.limit_bytes, lasting=True, seconds=wanted.limits.seconds))
 
     def run_again(self, cells: Sequence[tuple[int, str]]) -> list[str]:
         """Run the cells that ran here before, without their output; returns what is to be said of them."""

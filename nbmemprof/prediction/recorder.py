@@ -34,7 +34,9 @@ class Record:
 
     ``events`` in order: index of an allocation when it is made, its complement (``~index``) when it goes, :data:`EMPTY_CACHE`. ``assumptions``
     counts what had to be assumed, by its text. ``slack`` are bytes of allocations that a rule only bounds: (index, low, high).
-    ``stacks``: call stacks by their number, each frame ``(function, file, line)``, innermost first.
+    ``stacks``: call stacks by their number, each frame ``(function, file, line)``, innermost first. ``rooms``: what there was from an event on, as
+    (number of the event, capacity, torch's own limit); empty where nothing was refused while it ran. ``refused``: requests that met torch's error;
+    ``needs``: for the first of a run, (number of its event, what a copy found that nothing was refused in).
     """
 
     events: list[int] = field(default_factory=list)
@@ -45,6 +47,10 @@ class Record:
     kernels: dict[str, int] = field(default_factory=dict)  # attention kernels that were chosen, with how often
     marks: list[tuple[int, str, str]] = field(default_factory=list)  # (number of events so far, kind, name)
     stacks: list[tuple[tuple[str, str, int | None], ...]] = field(default_factory=lambda: [()])
+    rooms: list[tuple[int, int, int | None]] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    needs: list[tuple[int, dict[str, Any] | None]] = field(default_factory=list)
+    caught: bool = False  # the code went on after the error
 
     def assume(self, what: str) -> None:
         """Count an assumption."""
@@ -70,9 +76,10 @@ def recorder_class(torch: Any) -> type:
     class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Calls the operator, then looks at what is new."""
 
-        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any, kind: str = "cuda", lines: Any = None) -> None:
+        def __init__(self, record: Record, where: Any, shadows: Any, rules: Any, kind: str = "cuda", lines: Any = None, room: Any = None) -> None:
             super().__init__()
             self.lines = lines  # None: no lines are recorded
+            self.room = room  # None: nothing is refused
             self.kind = kind  # of device whose storages are written down
             self.record, self.where, self.shadows, self.rules = record, where, shadows, rules
             self.live: dict[int, _Gone] = {}
@@ -195,6 +202,8 @@ def recorder_class(torch: Any) -> type:
             record.made.append(Allocation(nbytes, op.removeprefix("aten::"), layer, phase, step, category, evidence, stack=stack))
             self.sizes[index] = nbytes
             record.events.append(index)
+            if self.room is not None:
+                self.room.asks(index, nbytes, may_be_undone=self.where.node is not None and op == "aten::add")
             return index
 
         def end(self, index: int) -> None:
@@ -233,7 +242,7 @@ def recorder_class(torch: Any) -> type:
         def _took_over(self, ref: _Gone) -> bool:
             summed, self.summed = self.summed, None
             events = self.record.events
-            if summed is None or summed[1] != ref.index or not events or events[-1] != summed[0]:
+            if summed is None or summed[1] != ref.index or not events or events[-1] != summed[0] or (self.room is not None and self.room.seen(len(events))):
                 return False
             for other in reversed(self.live.values()):
                 if other.index == summed[0]:

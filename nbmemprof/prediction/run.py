@@ -60,9 +60,10 @@ def predict(
     Returns
     -------
     A capture with origin ``predicted``: every analysis and view works. ``meta["assumptions"]`` lists what had to be assumed,
-    ``meta["kernels"]`` the attention kernels that were chosen. Where a request is refused, ``meta["needs"]`` tells the first
-    (``refused_bytes seq op layer phase step``), how many there were (``refused``), and the peaks as if none were
-    (``peak_allocated_bytes peak_reserved_bytes``); the code itself meets no error.
+    ``meta["kernels"]`` the attention kernels that were chosen. A request that finds no room meets ``torch.OutOfMemoryError``, as on the device: code
+    that catches it goes on, else the capture ends there (this function raises nothing then). ``meta["needs"]`` tells the first such request
+    (``refused_bytes seq op layer phase step``), how many there were (``refused``), whether the code ``caught`` it, and the peaks as if none were
+    refused (``peak_allocated_bytes peak_reserved_bytes``): of a copy of the run that goes on from there with all that it asks for (``known_by`` says so).
 
     Raises
     ------
@@ -74,7 +75,7 @@ def predict(
         For arguments that make no sense, before anything runs. An error of ``fn`` itself is raised as it is.
     """
     from nbmemprof.allocator import conf as settings
-    from nbmemprof.prediction import calibrating, calling, feed
+    from nbmemprof.prediction import calibrating, calling, feed, room
 
     if not callable(fn):
         raise NbmemprofError(f"predict needs a function to run, not {fn!r}. Write def step(): ... and pass step itself, without quotes or brackets.")
@@ -84,9 +85,9 @@ def predict(
     settings.parse(conf, rules)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise NbmemprofError(f"seconds={seconds!r} is no time to run. Give seconds above 0.")
-    limits = Limits(seconds, host)
+    limits, terms = Limits(seconds, host), room.Terms(conf, capacity, limit, seconds)
     try:
-        record = calling.record_of(fn, args, kwargs, gpu, rules, limits, {})
+        record = calling.record_of(fn, args, kwargs, gpu, rules, limits, {}, terms)
     except BaseException as error:
         raise error.with_traceback(None)  # noqa: B904 - the same error, without our own frames
     if not record.made:
@@ -96,7 +97,7 @@ def predict(
         seen = calibrating.look(record.used, list(calibrating.calls(record)), gpu)
         if calibrating.differs(record, seen):
             with quiet():  # it was shown before
-                record = calling.record_of(fn, args, kwargs, gpu, rules, limits, seen.kernels)
+                record = calling.record_of(fn, args, kwargs, gpu, rules, limits, seen.kernels, terms)
         meta, gpu = calibrating.told(gpu, seen), calibrating.calibrated(gpu, seen)
     return feed.capture_of(record, gpu, conf=conf, torch=rules, limit_bytes=limit, capacity_bytes=capacity, meta=meta)
 

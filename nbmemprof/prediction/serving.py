@@ -27,6 +27,7 @@ from nbmemprof.prediction import adopting, aside, calibrating, carrying
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.earlier import Earlier
 from nbmemprof.prediction.engine import Session
+from nbmemprof.prediction.room import Terms
 from nbmemprof.prediction.speaking import send, speak
 from nbmemprof.units import format_bytes
 
@@ -47,6 +48,7 @@ class Job:
     failed: tuple[tuple[int, str], ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
     choices: dict[Any, str] = field(default_factory=dict)  # attention kernels that were seen on the GPU
+    terms: Terms = field(default_factory=Terms)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,12 @@ class Setting:
     capacity_bytes: int | None = None
     limit_bytes: int | None = None
     lasting: bool = False
+    seconds: float = Terms.seconds
+
+    @property
+    def terms(self) -> Terms:
+        """What a run may take."""
+        return Terms(self.conf, self.capacity_bytes, self.limit_bytes, self.seconds)
 
 
 @dataclass
@@ -76,7 +84,7 @@ def copy(line: Connection, shell: Any, gpu: GPU, job: Job, quiet: Callable[[], N
     quiet()
     speak(shell, line)
     _settle(shell)
-    with contextlib.suppress(_Told), _session(line, gpu) as session:
+    with contextlib.suppress(_Told), _session(line, gpu, job.terms) as session:
         _job(line, shell, session, job)
 
 
@@ -96,7 +104,7 @@ def serve(line: Connection) -> None:
     _, setting = pickle.loads(line.recv_bytes())  # noqa: S301 - from the kernel that made this child
     shell = _shell(setting)
     speak(shell, line)
-    with contextlib.suppress(_Told, EOFError), _session(line, setting.gpu) as session:
+    with contextlib.suppress(_Told, EOFError), _session(line, setting.gpu, setting.terms) as session:
         if setting.lasting:
             current = Lasting(session, setting)
             shell.run_line_magic("load_ext", "nbmemprof")
@@ -178,7 +186,9 @@ def _mute(shell: Any) -> Iterator[list[str]]:
 def _cell(line: Connection, shell: Any, session: Any, text: str, number: int) -> None:
     """Run one cell of the lasting session; a capture that it made is told."""
     before = shell.user_ns.get("_memprof")
+    session.begin()
     result = _run(shell, text, number)
+    session.finish()
     made = shell.user_ns.get("_memprof")
     if made is not None and made is not before:
         other = next((name for name, value in shell.user_ns.items() if value is made and not name.startswith("_")), None)
@@ -193,13 +203,13 @@ class _Told(Exception):
 
 
 @contextlib.contextmanager
-def _session(line: Connection, gpu: GPU) -> Iterator[Any]:
+def _session(line: Connection, gpu: GPU, terms: Terms) -> Iterator[Any]:
     """The fake session; where this torch can't be faked, that is said."""
     opened = contextlib.ExitStack()
     try:
         torch = _optional.require("torch", feature="a prediction")
         torch.set_num_threads(1)  # a forked process has no worker threads
-        session = opened.enter_context(Session(gpu))
+        session = opened.enter_context(Session(gpu, terms=terms))
     except NbmemprofError as error:
         opened.close()
         send(line, "refused", str(error))
@@ -215,12 +225,18 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
     """Run one cell and tell what it took."""
     torch = _optional.require("torch", feature="a prediction")
     calibrating.chosen.update(job.choices)
-    warnings = _prepare(torch, shell, session, job, lambda what: send(line, "doing", what))
-    since = len(session.record.events)
-    result = _run(shell, job.text, job.number)
-    record = session.record
+    record, warnings, since, success = session.record, [], 0, False
+    session.begin()
+    try:
+        warnings = _prepare(torch, shell, session, job, lambda what: send(line, "doing", what))
+        since = len(record.events)
+        result = _run(shell, job.text, job.number)
+        success, record.caught = result.success, not session.room.ended(result.error_in_exec)
+    except torch.OutOfMemoryError:  # what was there before does not fit
+        shell.showtraceback()
+    session.finish(since)
     send(line, "record", record, since, warnings, {"torch": torch.__version__, "python": sys.version.split()[0]})
-    send(line, "done", result.success)
+    send(line, "done", success)
 
 
 def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[str], None]) -> list[str]:
@@ -236,6 +252,7 @@ def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[st
     live = {name: value for name, value in namespace.items() if not name.startswith("_") and name in job.earlier.placed}
     with session.lines.before(BEFORE) as before:
         adopted = adopting.adopt(torch, session, live)
+    adopting.name_owners(torch, session, session.carried)
     adopting.name_lines(torch, session, namespace, {name: (f"In[{cell}]", line) for name, (cell, line) in job.earlier.lines.items()}, before)
     if adopted.moved:
         said.append("taken as on the GPU, where earlier cells would have put it: " + ", ".join(f"{name} ({format_bytes(size)})" for name, size in adopted.moved.items()))

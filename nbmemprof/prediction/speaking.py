@@ -20,9 +20,10 @@ from nbmemprof.prediction.child import relax
 from nbmemprof.prediction.habit_operators import unknown_operator
 from nbmemprof.prediction.lines import BETWEEN
 
-__all__ = ["Stream", "pruned", "speak"]
+__all__ = ["Stream", "be_silent", "pruned", "send", "speak"]
 
 CHUNK = 4096
+_silent = False
 
 
 class Stream(io.TextIOBase):
@@ -64,7 +65,14 @@ class Stream(io.TextIOBase):
 
 def send(line: Connection, *message: Any) -> None:
     """Put a message on the line."""
-    line.send_bytes(pickle.dumps(message))
+    if not _silent:
+        line.send_bytes(pickle.dumps(message))
+
+
+def be_silent() -> None:
+    """In a copy of this process: nothing goes over the line any more, and nothing can be asked."""
+    global _silent  # noqa: PLW0603 - one process, one line
+    _silent = True
 
 
 def speak(shell: Any, line: Connection) -> None:
@@ -103,6 +111,8 @@ def speak(shell: Any, line: Connection) -> None:
     def ask(prompt: Any = "", *, hidden: bool = False) -> str:
         _flush()
         send(line, "input", str(prompt), hidden)
+        if _silent:
+            raise EOFError("nobody answers a copy")
         return str(pickle.loads(line.recv_bytes())[0])  # noqa: S301 - from the kernel that made this child
 
     sys.stdout, sys.stderr = Stream(line, "stdout"), Stream(line, "stderr")

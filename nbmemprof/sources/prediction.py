@@ -6,6 +6,7 @@ The flag never reaches a recorder: the magics hand such a cell to :mod:`nbmempro
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from nbmemprof.capture import Capture
@@ -100,6 +101,8 @@ class PredictionSource:
             raise NotRecording("This prediction was never started. Call start() first.")
         at, assumptions, kernels = since
         record, setting = here.session.record, here.setting
+        here.session.finish(at)
+        record.caught = not here.session.room.ended(getattr(sys, "last_value", None))
         window = replace(record, assumptions=_more(record.assumptions, assumptions), kernels=_more(record.kernels, kernels))
         return feed.capture_of(
             window, setting.gpu, conf=setting.conf, torch=setting.gpu.torch, limit_bytes=setting.limit_bytes, capacity_bytes=setting.capacity_bytes, since=at, meta={"recording": feed.NOTHING_SPENT},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from nbmemprof.prediction import notebook as notebook_module
 from nbmemprof.prediction.child import PredictionFailed
 
 torch = pytest.importorskip("torch")
+importlib.import_module("torch._dynamo")  # what every fake run imports: forks of this process have it already
 MIB = 1 << 20
 
 
@@ -106,6 +108,17 @@ def test_an_error_is_the_users_own_with_its_line(run, shell):
     assert "----> 4 fails(7)" in text
     assert "nbmemprof" not in text.split("Own: 7")[0].replace("%%memprof", "")
     assert "predicted" in text.split("Own: 7")[1]  # the report comes after the error
+
+
+@pytest.mark.cost(0.5)
+def test_a_cell_that_finds_no_room_has_torchs_error_at_its_line_and_one_that_catches_it_goes_on(run, shell):
+    result, text = run("%%memprof --predict H200:8GiB\nimport torch\nheld = []\nfor _ in range(9):\n    held.append(torch.zeros(1 << 30, dtype=torch.uint8, device='cuda'))\nprint('not here')")
+    assert type(result.error_in_exec) is torch.OutOfMemoryError and "Tried to allocate 1.00 GiB" in str(result.error_in_exec)
+    assert "----> 5     held.append(" in text and "/prediction/" not in text and "not here" not in text.split("OutOfMemoryError: ")[-1] and "this machine's memory" not in text
+    assert "does not fit: first refused at zeros (asked 1 GiB); it needs at least about 9 GiB" in text.split("OutOfMemoryError: ")[-1]
+    result, text = run("%%memprof --predict H200:8GiB -q\ntry:\n    torch.zeros(9 << 30, dtype=torch.uint8, device='cuda')\nexcept RuntimeError as error:\n    print('caught', str(error)[:18])")
+    assert result.success and "caught CUDA out of memory" in text
+    assert shell.user_ns["_memprof"].meta["needs"]["caught"]
 
 
 @pytest.mark.cost(0.5)
@@ -208,6 +221,11 @@ def test_a_session_keeps_what_its_cells_make(notebook, shell):
         assert "----> 1 made[9]" in text
         _, text = notebook("import nbmemprof as mp\nwith mp.record('torch_cpu') as rec:\n    kept = torch.zeros(1 << 20)\nprint(mp.summary(rec.capture)['peak_allocated_bytes'].item() >= 4 << 20, torch.cuda.max_memory_allocated() > 1 << 20)")
         assert "True True" in text
+        result, text = notebook("%%memprof --out full\nfirst = torch.zeros(9 << 30, dtype=torch.uint8, device='cuda')\nsecond = torch.zeros(140 << 30, dtype=torch.uint8, device='cuda')")
+        assert type(result.error_in_exec) is torch.OutOfMemoryError and "----> 3 second = torch.zeros(" in text
+        assert "does not fit: first refused at zeros (asked 140 GiB); it needs at least about 149" in text
+        assert mp.oom(shell.user_ns["full"])["site"].to_list() == [f"In[{shell.execution_count - 1}]:3"]
+        assert notebook("first.numel() >> 30, 'second' in globals()")[0].success  # what was there before the error still is
         _, text = notebook("%memprof who")
         assert "nobody holds any" in text
         assert "_cuda_getAllocatorBackend" not in text
@@ -218,7 +236,7 @@ def test_a_session_keeps_what_its_cells_make(notebook, shell):
         _, text = notebook("%memprof predict off")
     assert "prediction is off" in text
     assert magics.of(shell).router.session is None
-    assert {name: value for name, value in frozen(shell).items() if name != "named"} == before
+    assert {name: value for name, value in frozen(shell).items() if name not in ("named", "full")} == before
 
 
 @pytest.mark.parametrize(

@@ -62,3 +62,13 @@ def test_a_gpu_smaller_than_its_context_says_so() -> None:
 def test_what_fits_is_not_said_not_to() -> None:
     whole = predicted(5)
     assert text.headline(whole).startswith("peak 20 GiB") and "needs" not in whole.meta and fits(whole, "H200") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(1.7, 2.3, "peak 2 GiB (between 1.7 and 2.3) "), (1.997, 2.004, "peak 2 GiB (between 1.997 and 2.004) "), (2 - 1e-7, 2 + 1e-7, "peak 2 GiB (reserved 2)"), (0.994, 2.006, "peak 2 GiB (between 1017.9 MiB and 2) ")],
+)
+def test_a_range_is_printed_with_the_digits_that_it_takes_or_not_at_all(low: float, high: float, said: str) -> None:
+    capture = predicted(2, GIB)
+    capture.meta["counters"]["0"] |= {"peak_allocated_low_bytes": int(low * GIB), "peak_allocated_high_bytes": int(high * GIB)}
+    assert text.headline(capture).startswith(said)
