@@ -16,6 +16,7 @@ import warnings
 from typing import Any, NoReturn
 
 from nbmemprof.prediction import speaking
+from nbmemprof.prediction.child import interrupts_held
 
 __all__ = ["Beyond"]
 
@@ -48,7 +49,7 @@ class Beyond:
             return False
         parent = os.getpid()
         read, write = os.pipe()
-        with warnings.catch_warnings():
+        with interrupts_held(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of threads that do not live on; a copy that waits for one is ended in time
             self._pid = os.fork()
         if self._pid:

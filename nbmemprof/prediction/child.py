@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import pickle
 import resource
@@ -14,17 +15,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.units import format_bytes
 
-__all__ = ["Child", "Limits", "PredictionFailed", "forked", "fresh", "relax"]
+__all__ = ["Child", "Limits", "PredictionFailed", "forked", "fresh", "interrupts_held", "refuses_fork", "relax"]
 
 GRACE_S = 3.0  # how long an interrupted child may take to say where it was
 SPARE = 1 << 30  # bytes beyond the limit with which an error can still be told
@@ -154,29 +157,65 @@ class Child:
 
 
 # ---------------------------------------------------------------------- how it begins
+def refuses_fork(words: str) -> bool:
+    """Whether a refusal is of the forked process alone: torch names forks where the driver or autograd's threads were in use; with a GPU here its driver may fail in other words."""
+    torch = _optional.loaded("torch")
+    return "fork" in words or (torch is not None and torch.version.cuda is not None and torch.cuda.device_count() > 0)
+
+
 def forked(run: Callable[[Connection], None], limits: Limits) -> Child:
     """A copy of this process that does ``run(line)`` and nothing else."""
     ours, theirs = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the child runs Python in one thread only
-        pid = os.fork()
-    if pid == 0:
-        _as_copy(run, theirs, ours, parent, limits)
-    theirs.close()
-    return Child(pid, Connection(ours.detach()))
+    parent, made = os.getpid(), None
+    try:
+        with interrupts_held() as mask, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the child runs Python in one thread only
+            pid = os.fork()
+            if pid == 0:
+                _as_copy(run, theirs, ours, parent, limits, mask)
+            theirs.close()
+            made = Child(pid, Connection(ours.detach()))
+    except BaseException:  # the interrupt that was held
+        if made is not None:
+            made.close()
+        raise
+    return made
 
 
-def _as_copy(run: Callable[[Connection], None], theirs: socket.socket, ours: socket.socket, parent: int, limits: Limits) -> NoReturn:
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[set[int]]:
+    """Let an interrupt that comes within the block come at its end, once. Gives the signals that were blocked before.
+
+    In the hooks that run around a fork Python only prints an exception and goes on. The signal is blocked in this thread; where another thread takes it, the
+    handler in its place only notes it.
+    """
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    swapped = before is not None and threading.current_thread() is threading.main_thread()
+    if swapped:
+        signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield {int(one) for one in mask}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if swapped:
+            signal.signal(signal.SIGINT, before)
+            if came:
+                signal.raise_signal(signal.SIGINT)
+
+
+def _as_copy(run: Callable[[Connection], None], theirs: socket.socket, ours: socket.socket, parent: int, limits: Limits, mask: set[int]) -> NoReturn:
     code = 1
     try:
         ours.close()
         line = Connection(theirs.detach())
         os.setsid()
         settle(parent, limits)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # an interrupt that came since the fork comes now, to this process's own handler
         run(line)
         code = 0
     finally:
@@ -189,7 +228,7 @@ def fresh(target: str, limits: Limits, environment: Mapping[str, str] | None = N
     module, _, function = target.partition(":")
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\nfrom multiprocessing.connection import Connection\nfrom {module} import {function}\n"
-        f"from nbmemprof.prediction.child import Limits, settle\nsettle({os.getpid()}, {limits!r})\n{function}(Connection({theirs.fileno()}))"
+        f"from nbmemprof.prediction.child import Limits, settle\nsettle({os.getpid()}, {limits!r}, ('torch',))\n{function}(Connection({theirs.fileno()}))"
     )
     process = subprocess.Popen(  # noqa: S603 - this very Python
         [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **(environment or {})},
@@ -198,13 +237,19 @@ def fresh(target: str, limits: Limits, environment: Mapping[str, str] | None = N
     return Child(process.pid, Connection(ours.detach()), process)
 
 
-def settle(parent: int, limits: Limits) -> None:
-    """In the child: end with the parent, take interrupts as Python does, keep to the memory limit."""
+def settle(parent: int, limits: Limits, first: Sequence[str] = ()) -> None:
+    """In the child: end with the parent, take interrupts as Python does, keep to the memory limit.
+
+    What is imported ``first`` does not count: torch for CUDA alone takes more than a small limit.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in first:
+        with contextlib.suppress(Exception):  # whoever needs it says so
+            importlib.import_module(name)
     with contextlib.suppress(OSError, ValueError):  # RLIMIT_DATA: private writable memory, as "VmData" of proc(5)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         soft = _data_bytes() + limits.bytes()
