@@ -17,7 +17,7 @@ _NAMES = {
     "NbmemprofError": "errors",
     "OutOfMemoryError": "errors",
     "record": "recording",
-    "profile": "recording",
+    "profile": "profiling",
     "snapshot": "recording",
     "stats": "memory_stats",
     "summary": "analyses.summary",
@@ -52,7 +52,7 @@ _NAMES = {
     "temporary": "patterns",
     "LeakTracker": "patterns",
     "assert_no_growth": "patterns",
-    "BufferPool": "patterns",
+    "BufferPool": "buffers",
 }
 _QUESTIONS = ("analyses.", "allocator.")  # the functions in these rooms that take a capture check that they got one
 # public module -> where it lives
@@ -117,6 +117,7 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.analyses.stalls import stalls as stalls
     from nbmemprof.analyses.summary import summary as summary
     from nbmemprof.analyses.timeline import timeline as timeline
+    from nbmemprof.buffers import BufferPool as BufferPool
     from nbmemprof.capture import Capture as Capture
     from nbmemprof.capture import load as load
     from nbmemprof.comparing import compare as compare
@@ -126,13 +127,12 @@ if TYPE_CHECKING:  # "as": a type checker counts these as public names
     from nbmemprof.gpu.counters import counters as counters
     from nbmemprof.holding import holders as holders
     from nbmemprof.memory_stats import stats as stats
-    from nbmemprof.patterns import BufferPool as BufferPool
     from nbmemprof.patterns import LeakTracker as LeakTracker
     from nbmemprof.patterns import assert_no_growth as assert_no_growth
     from nbmemprof.patterns import temporary as temporary
     from nbmemprof.prediction.cards import cards as cards
     from nbmemprof.prediction.run import predict as predict
-    from nbmemprof.recording import profile as profile
+    from nbmemprof.profiling import profile as profile
     from nbmemprof.recording import record as record
     from nbmemprof.recording import snapshot as snapshot
     from nbmemprof.runs import open_run as open_run

@@ -41,12 +41,14 @@ ALLOWED = {
     "flags": {"errors", "units", "_optional", "sources", "verbs"},  # looks for the files that declare flags
     "sources": GROUND | {"allocator", "prediction", "gpu", "sources", "flags"},  # the virtual device is the model, a prediction comes from a fake run
     "analyses": {"errors", "units", "schema", "capture", "heap", "allocator", "analyses"},
-    "views": GROUND | {"access", "allocator", "analyses", "views"},
+    "views": GROUND | {"access", "allocator", "analyses", "prediction", "views"},  # of predictions the catalogue of cards
     "memory_stats": {"errors", "units", "_optional", "schema"},
     "history": {"errors", "capture", "analyses"},
     "recording": GROUND | {"sources", "flags", "history"},
     "holding": GROUND | {"holding", "sources", "analyses"},
+    "profiling": {"errors", "capture", "recording"},
     "patterns": GROUND | {"recording", "analyses"},
+    "buffers": {"errors", "units", "_optional"},
     "watching": GROUND | {"watching", "recording", "analyses"},
     "runs": GROUND | {"watching", "analyses", "history"},
     "comparing": GROUND | {"recording", "analyses"},
