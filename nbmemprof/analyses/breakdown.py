@@ -6,11 +6,12 @@ import polars as pl
 
 from nbmemprof.analyses._moment import live_at
 from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
 
 __all__ = ["breakdown"]
 
 
-def breakdown(capture: Capture, at: str | float = "peak") -> pl.DataFrame:
+def breakdown(capture: Capture, at: str | float = "peak", by: str = "category") -> pl.DataFrame:
     """What holds the memory: weights, gradients, activations, …?
 
     Parameters
@@ -19,6 +20,9 @@ def breakdown(capture: Capture, at: str | float = "peak") -> pl.DataFrame:
         Any capture.
     at
         ``"peak"`` (each device at its own), ``"end"``, or a time in µs from the start.
+    by
+        ``"category"``; or ``"name"``: by category and the name that its owner gives it, as ``exp_avg`` and ``exp_avg_sq`` in an optimizer's state, in a column
+        ``name`` behind the category (null: it has none).
 
     Returns
     -------
@@ -29,7 +33,7 @@ def breakdown(capture: Capture, at: str | float = "peak") -> pl.DataFrame:
     Raises
     ------
     NbmemprofError
-        For an ``at`` that is no moment, or a time outside the recording.
+        For an ``at`` that is no moment, a time outside the recording, or another ``by``.
 
     Examples
     --------
@@ -40,19 +44,35 @@ def breakdown(capture: Capture, at: str | float = "peak") -> pl.DataFrame:
     >>> mp.breakdown(recording.capture, at="end").select("category", "size_bytes").rows()
     [('weights', 4004000), ('gradients', 4004000)]
     """
+    if by not in ("category", "name"):
+        raise NbmemprofError(f"by={by!r} is not a way to sum a breakdown. Use 'category' or 'name'; mp.layers(cap) sums by module, mp.sites(cap) by line.")
     keys = ["device", "rank", "kind"]
-    live = live_at(capture, at)
+    live, what = live_at(capture, at), ["category"]
+    if by == "name":
+        live, what = _named(live, capture.tables["owners"]), ["category", "name"]
     by_evidence = (
-        live.group_by(*keys, "category", "evidence")
+        live.group_by(*keys, *what, "evidence")
         .agg(pl.col("requested_bytes").sum(), pl.col("size_bytes").sum(), pl.len().cast(pl.Int64).alias("count"))
         .sort("size_bytes", "evidence", descending=[True, False])
     )
-    summed = by_evidence.group_by(*keys, "category", maintain_order=True).agg(
+    summed = by_evidence.group_by(*keys, *what, maintain_order=True).agg(
         pl.col("requested_bytes").sum(), pl.col("size_bytes").sum(), pl.col("count").sum(), pl.col("evidence").cast(pl.String).str.join(", ")
     )
     whole = pl.col("size_bytes").sum().over(keys)
     return (
         summed.with_columns(pl.when(whole > 0).then(pl.col("size_bytes") / whole).alias("share"), pl.lit(capture.meta["origin"]).alias("origin"))
-        .select(*keys, "category", "requested_bytes", "size_bytes", "count", "share", "evidence", "origin")
-        .sort("rank", "device", "size_bytes", "category", descending=[False, False, True, False], nulls_last=True)
+        .select(*keys, *what, "requested_bytes", "size_bytes", "count", "share", "evidence", "origin")
+        .sort("rank", "device", "size_bytes", *what, descending=[False, False, True, *(False for _ in what)], nulls_last=True)
     )
+
+
+def _named(live: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
+    """Add the name of the first owner of the allocation's category that was found while it lived."""
+    keys = ["rank", "device", "kind", "addr"]
+    rows = live.with_row_index("_row")
+    met = rows.select("_row", *keys, "alloc_seq", "free_seq", pl.col("category").cast(pl.String)).join(
+        owners.select(*keys, "seq", "name", pl.col("category").cast(pl.String)).drop_nulls("name"), on=[*keys, "category"], nulls_equal=True
+    )
+    here = (pl.col("alloc_seq").is_null() | (pl.col("seq") > pl.col("alloc_seq"))) & (pl.col("free_seq").is_null() | (pl.col("seq") <= pl.col("free_seq")))
+    first = met.filter(here).sort("seq", "name").unique("_row", keep="first", maintain_order=True).select("_row", "name")
+    return rows.join(first, on="_row", how="left", maintain_order="left").drop("_row")

@@ -11,6 +11,7 @@ from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count
 from nbmemprof.views import replayed
 from nbmemprof.views._facts import Device, Facts, facts
+from nbmemprof.views._fits import caches
 from nbmemprof.views.svg import middle
 
 __all__ = ["findings", "sentences"]
@@ -40,7 +41,7 @@ def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
         return [middle(w, _LONG) for w in _warnings(known)]
     for name in () if known.is_empty else ("leaks", "oom", "fragmentation"):  # the tables need them too; if one fails, it is said here
         known.ask(name)
-    for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _proven, _top_site):
+    for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _proven, caches, _top_site):
         for device in known.devices:
             said += [_at(device, s) for s in rule(known, device)]
     for general in (_traceback, _replaced, _dropped, _warnings, _unrecorded, _assumed, _cost, _silent):

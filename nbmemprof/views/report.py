@@ -16,7 +16,7 @@ import polars as pl
 from nbmemprof import __version__
 from nbmemprof.capture import Capture, whole_file
 from nbmemprof.units import format_bytes, format_count
-from nbmemprof.views import _theme, findings, first, kernels, ledger_bar, pictures, text, tree
+from nbmemprof.views import _theme, findings, first, kernels, ledger_bar, pictures, sections, text, tree
 from nbmemprof.views._facts import Device, Facts, Stack, facts
 from nbmemprof.views.svg import clean
 
@@ -34,6 +34,7 @@ _TITLES = {
     "lifetimes": "How long memory lived",
     "fragmentation": "Free memory inside what torch reserved",
     "holes": "How the holes in it came about",
+    "stalls": "Time that the allocator spent on the driver",
     "pools": "Lines that ask for memory again and again, and what a pool of their own would save",
 }
 _EMPTY = {
@@ -44,6 +45,7 @@ _EMPTY = {
     "lifetimes": "No allocation was recorded, so there are no lifetimes.",
     "fragmentation": "There are no free lists: this source has no segments.",
     "holes": "No segment has free memory between blocks in use.",
+    "stalls": "No memory was got from the driver or given back.",
     "pools": "No allocation was recorded.",
 }
 
@@ -82,6 +84,7 @@ def _document(capture: Capture, known: Facts, points: int, rows: int) -> str:
 def _body(capture: Capture, known: Facts, points: int, rows: int) -> Iterator[str]:
     for line in text.headline(capture).split("\n"):
         yield f'<p class="headline">{_html(line)}</p>'
+    yield from (f"<p>{_html(line)}</p>" for line in sections.allocator(known))
     if said := findings.sentences(known, limit=None):
         yield "<ul>" + "".join(f"<li>{_html(s)}</li>" for s in said) + "</ul>"
     if not known.is_empty:
@@ -108,6 +111,10 @@ def _device(known: Facts, device: Device, points: int, rows: int, number: int) -
         yield f"<h3>Layers at the peak</h3>{layers}"
     if (bar := ledger_bar.picture(known.of(known.ask("ledger"), device))) is not None:
         yield f"<h3>All of the device</h3>{first.image(*bar)}<details><summary>The ledger as a table</summary>{_table('', ledger_bar.head(), ledger_bar.rows(known.of(known.ask('ledger'), device)))}</details>"
+    for title, made in sections.drawn(known, device):
+        yield f"<h3>{title}</h3>{''.join(first.image(*picture) for picture in made)}"
+    for table in sections.tables(known, device):
+        yield f"<details><summary>{_html(table.title)}</summary>{_table('', table.head, table.rows)}</details>"
     for name, title in _TITLES.items():
         frame = getattr(device, name) if name in ("breakdown", "sites") else known.of(known.ask(name), device)
         opened = " open" if name in ("leaks", "oom") and frame.height else ""

@@ -11,6 +11,7 @@ from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes, format_count, format_time_us
 from nbmemprof.views import _theme, findings
 from nbmemprof.views._facts import Device, Facts, facts
+from nbmemprof.views._fits import smallest
 from nbmemprof.views.svg import clean, middle, text_width
 
 __all__ = ["device_line", "empty_reason", "headline", "report", "show", "tables"]
@@ -161,8 +162,8 @@ def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str],
     when = "at the peak" if device.number("peak_allocated_bytes") is not None else "at the end"
     made = [("Numbers", ["what", "value"], _numbers(known, device))]
     if device.breakdown.height:
-        made.append(table(f"What held memory {when}", device.breakdown, {
-            "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "evidence": "known by", "origin": "origin",
+        made.append(table(f"What held memory {when}", _with_state(known, device), {
+            "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "state": "of it", "evidence": "known by", "origin": "origin",
         }, top + 4))  # fmt: skip
     if device.sites.height and device.sites["site"].drop_nulls().len():
         made.append(table(f"Lines that held most {when}", device.sites, {
@@ -175,6 +176,17 @@ def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str],
         if frame.height:
             made.append(table(title, frame, columns, top))
     return made
+
+
+def _with_state(known: Facts, device: Device) -> pl.DataFrame:
+    """The breakdown with the optimizer's state by its names, in words (``state``)."""
+    shown, state = device.breakdown, pl.col("category").cast(pl.String) == "optimizer_state"
+    if shown.filter(state).is_empty() or "evidence" not in shown.columns:
+        return shown
+    named = known.of(known.ask("breakdown", by="name"), device)
+    parts = named.filter(state).drop_nulls("name").sort("size_bytes", "name", descending=[True, False]).head(4) if named.height else named
+    words = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.select("name", "requested_bytes").iter_rows()) if parts.height else None
+    return shown.with_columns(state=pl.when(state).then(pl.lit(words, pl.String)))
 
 
 def free_parts(lists: pl.DataFrame) -> pl.DataFrame:
@@ -244,7 +256,8 @@ def _numbers(known: Facts, device: Device) -> list[list[str]]:
     limit = known.meta.get("limit_bytes")
     if isinstance(limit, int):
         rows.append(["limit set in torch", format_bytes(limit, 2)])
-    return rows
+    fits = smallest(known, device)
+    return [*rows, ["smallest GPU that it fits on", fits]] if fits else rows
 
 
 # ---------------------------------------------------------------------- plain text

@@ -8,6 +8,7 @@ import pytest
 from attribution_played import play
 
 import nbmemprof as mp
+from nbmemprof.views.findings import findings
 
 torch: Any = pytest.importorskip("torch")
 
@@ -77,9 +78,11 @@ def test_a_paged_cache_that_is_tagged_wastes_the_end_of_its_blocks() -> None:
 @pytest.mark.cost(0.5)
 def test_a_generation_of_an_8b_model_on_an_h200_takes_131072_bytes_a_token() -> None:
     """Llama of 8 B parameters: 32 layers, 8 heads of 128, bf16; batch 4, 1024 tokens and 7 more."""
-    row = mp.kv_cache(play("llama8b_generate"), sequences=4, tokens=[1031] * 4).row(0, named=True)
+    capture = play("llama8b_generate")
+    row = mp.kv_cache(capture, sequences=4, tokens=[1031] * 4).row(0, named=True)
     assert (row["bytes_per_token"], row["requested_bytes"]) == (131_072, 540_540_928)
     assert row["peak_bytes"] == 540_540_928 + 4 * 1030 * 131_072 // 64  # the old keys or values of one layer, while the new are made
+    assert any(s.startswith("The KV cache (DynamicCache) takes 128 KiB for a token, 128.9 MiB for each of 4 sequences of") and " more of that length would fit into " in s for s in findings(capture))
 
 
 def test_without_a_cache_there_is_no_row_and_strange_numbers_are_refused() -> None:

@@ -69,6 +69,16 @@ def test_what_nobody_found_is_unknown_and_no_neighbours(lost: str) -> None:
     assert {c: b for c, b in found.items() if c not in ("unknown", lost)} == {c: b for c, b in with_all.items() if c not in ("unknown", lost)}
 
 
+def test_each_moment_of_an_optimizer_is_told_by_its_name() -> None:
+    named = mp.breakdown(capture("gpt2_fp32"), by="name")
+    state = named.filter(pl.col("category").cast(pl.String) == "optimizer_state").select("name", "requested_bytes").rows()
+    weights = numbers("gpt2_fp32")["truth"]["weights"]
+    assert state == [("exp_avg", weights), ("exp_avg_sq", weights)]
+    assert named["size_bytes"].sum() == mp.breakdown(capture("gpt2_fp32"))["size_bytes"].sum()
+    with pytest.raises(mp.NbmemprofError, match="'category' or 'name'"):
+        mp.breakdown(capture("gpt2_fp32"), by="colour")
+
+
 def test_a_weight_of_a_workspaces_size_is_no_workspace_when_nobody_knows_it() -> None:
     """Llama's projections of 32 MiB are made before any forward; cuBLAS asks for its workspace within one."""
     with_all, without = by_category("llama8b_generate", "peak"), mp.breakdown(play("llama8b_generate", ("weights",)))
