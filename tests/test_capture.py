@@ -206,3 +206,13 @@ def test_a_path_that_no_system_takes_is_refused() -> None:
     for path in ("\0", "a" * 5000):
         with pytest.raises(InputRefused, match="can't be opened"):
             mp.load(path)
+
+
+def test_a_packed_nbmem_file_is_told_from_an_unsafe_pickle(tmp_path):
+    import gzip
+
+    Capture.build({}).save(tmp_path / "run.nbmem")
+    (tmp_path / "run.nbmem.gz").write_bytes(gzip.compress((tmp_path / "run.nbmem").read_bytes()))
+    with pytest.raises(InputRefused, match="gunzip") as refusal:
+        mp.load(tmp_path / "run.nbmem.gz")
+    assert "unsafe" not in str(refusal.value)

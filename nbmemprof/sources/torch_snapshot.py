@@ -131,6 +131,8 @@ def _inflate(file: IO[bytes], name: str, limit: int) -> bytes | bytearray:
         raise InputRefused(f"{name} is damaged or corrupt: its gzip data can't be unpacked ({error}). Copy it again.") from error
     if not unpack.eof:
         raise InputRefused(f"{name} is truncated or incomplete: its gzip data ends early. Copy it again, or let the program finish writing it.")
+    if whole[:4] == b"PK\x03\x04":
+        raise InputRefused(f"{name} is a gzip file of a zip, as an .nbmem file is. Unpack it with gunzip and open the result.")
     if not whole:
         raise InputRefused(f"{name} unpacks to nothing: it is empty, not a snapshot. Write it again: the program may have been stopped before it had written it.")
     return whole

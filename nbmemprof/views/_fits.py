@@ -17,11 +17,14 @@ _CACHES = 2
 
 
 def cards_of(known: Facts, *, replay: bool) -> pl.DataFrame:
-    """The cards of the catalogue; no rows where no peak is told."""
-    try:
-        return cards(known.capture, replay)
-    except NbmemprofError:
-        return pl.DataFrame()
+    """The cards of the catalogue, asked once; no rows where no peak is told."""
+    key = ("cards", replay)
+    if key not in known._answers:
+        try:
+            known._answers[key] = cards(known.capture, replay)
+        except NbmemprofError:
+            known._answers[key] = pl.DataFrame()
+    return known._answers[key]
 
 
 def smallest(known: Facts, device: Device) -> str | None:
