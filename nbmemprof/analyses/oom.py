@@ -53,6 +53,18 @@ def oom(capture: Capture, replay: bool = False) -> pl.DataFrame:
     that holds least of those whose blocks alone would have made room (null: none); ``setting``: that under which every request is
     served (null: not replayed, or none); ``help``: all that in a sentence; ``stack_id``; ``origin``. Of more than a hundred refusals the first and last fifty are explained; the others have null
     in what would need the heap at their time, and a ``reason`` that says so.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp
+    >>> device = mp.allocator.Device(limit_bytes="1GiB")
+    >>> kept = device.malloc("600MiB")
+    >>> try:
+    ...     more = device.malloc("500MiB")
+    ... except mp.OutOfMemoryError:
+    ...     pass
+    >>> mp.oom(mp.load(device.snapshot())).select("requested_bytes", "live_bytes").rows()
+    [(524288000, 629145600)]
     """
     refusals = capture.tables["events"].filter(pl.col("action") == "oom").sort("seq")
     rows = explained(capture, refusals, settings_that_serve(capture) if replay and refusals.height else {})

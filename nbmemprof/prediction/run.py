@@ -73,6 +73,20 @@ def predict(
         The child ended without an answer.
     NbmemprofError
         For arguments that make no sense, before anything runs. An error of ``fn`` itself is raised as it is.
+
+    Examples
+    --------
+    >>> import nbmemprof as mp, torch
+    >>> def two_steps():
+    ...     model = torch.nn.Linear(4096, 4096, device="cuda")
+    ...     optimizer = torch.optim.AdamW(model.parameters())
+    ...     for _ in range(2):
+    ...         model(torch.ones(8, 4096, device="cuda")).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> capture = mp.predict(two_steps, device="H200")
+    >>> mp.breakdown(capture).filter(category="optimizer_state")["requested_bytes"].item()
+    134250496
     """
     from nbmemprof.allocator import conf as settings
     from nbmemprof.prediction import calibrating, calling, feed, room
