@@ -9,6 +9,7 @@ from typing import Any
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _run
 from nbmemprof.allocator._attempt import Followed, Terms, attempt
+from nbmemprof.allocator._counted import has_readings, miscounted
 from nbmemprof.allocator._gone_pools import Division, reroute, supposed
 from nbmemprof.allocator._limits import Bounds, roundest
 from nbmemprof.allocator._missing import locate, refusal_by_stack, shown
@@ -21,6 +22,7 @@ from nbmemprof.errors import NbmemprofError
 
 __all__ = ["Followed", "as_recorded", "recorded_settings", "replayable"]
 
+_UNCOUNTED = "torch's count of refused requests (num_ooms) is not in the recording: a refused request that gave no memory back leaves no event but its oom, so were one lost, nothing here would show it"
 _MANY_SEGMENTS = 12  # of which each is tried
 
 
@@ -57,6 +59,9 @@ def recorded_settings(meta: Mapping[str, Any], torch: str | None) -> tuple[Setti
     text = meta.get("conf") if meta.get("conf") is not None else listed.get("PYTORCH_CUDA_ALLOC_CONF")
     if text is None and not listed:
         said.append("the recording does not tell its configuration; torch's defaults are assumed")
+    if text is not None and not isinstance(text, str):  # of a damaged file
+        said.append(f"the configuration text can't be read, the values that the snapshot lists are used (it is {text!r})")
+        text = None
     try:
         made = parse(text or "", torch)
     except ConfError as error:
@@ -124,9 +129,13 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
         elif found.mismatch is not None and found.mismatch["expected"] is not None:
             found.mismatch["reason"] += "; or the trace began with this segment cached and nothing live, which no event tells"
     if found.exact:
-        found.mismatch = refusal_by_stack(found)
+        found.mismatch = refusal_by_stack(found) or miscounted(recording)
     else:
         found = _located(found, trail)
+        if found.mismatch is not None and "missing" not in found.mismatch:
+            found.mismatch = miscounted(recording) or found.mismatch
+    if not has_readings(recording) and (found.limit_bytes is not None or found.capacity_bytes is not None or len(bounds.ooms)):
+        said.append(_UNCOUNTED)
     found.inferred = [*said, *found.inferred]
     return found
 

@@ -109,8 +109,10 @@ class _Clues:
         """Of frees and final blocks that have no alloc."""
         found = [*self._strays(), *self._orphans()]
         for evidence, addr, size, bytes_, stream, row, uses in sorted(found)[:_MOST]:
-            low = self._free_since(addr, bytes_, min(evidence, self.at))
-            high = min(self._next_request(), evidence)
+            if uses or self.found.terms.empty:
+                low, high = self._free_since(addr, bytes_, min(evidence, self.at)), min(self._next_request(), evidence)
+            else:  # taken to be there at the beginning: where it is not, it can have come after what differs now
+                low, high = self._free_since(addr, bytes_, evidence), evidence
             for pool in self._pools(addr, evidence):
                 yield Suspect(M.ALLOC, addr, size, stream, min(low, high), high, row, uses, pool, certain=self._bounds(addr, bytes_, evidence) if uses or self.found.terms.empty or self._used(addr, bytes_, evidence) else None)
 
@@ -142,13 +144,13 @@ class _Clues:
             keep &= np.any([(begin < a + n) & (a < begin + np.maximum(size, 1)) for a, n in meant] or [keep & False], axis=0)
         stream = int64(r.rows["stream"])[rows]
         for i in np.flatnonzero(keep).tolist():
-            yield int(evidence[i]), int(begin[i]), int(asked[i]), int(size[i]), int(stream[i]), int(rows[i]), ()
+            yield int(evidence[i]), int(begin[i]), int(asked[i]), int(asked[i]), int(stream[i]), int(rows[i]), ()
 
     def _free_since(self, addr: int, bytes_: int, before: int) -> int:
         """Return the first place at which nothing else holds this range and there is memory below it."""
         r = self.recording
-        begin, size = int64(r.rows["addr"]), int64(r.rows["size_bytes"])
-        over = (begin < addr + max(bytes_, 1)) & (begin + size > addr)
+        begin, size = int64(r.rows["addr"]), int64(r.rows["requested_bytes"])  # what was given is not known for certain where an event is missing
+        over = (begin < addr + max(bytes_, 1)) & (begin + np.maximum(size, 1) > addr)
         done = r.rows["done_seq"].to_numpy()[over]
         done = done[~np.isnan(done)] if done.dtype.kind == "f" else done
         ends = np.searchsorted(r.curve.seq, done) + 1

@@ -97,7 +97,7 @@ def replay(
     limit, capacity = _bytes(limit_bytes), _bytes(capacity_bytes)
     followed = replayable(capture, limit, capacity, torch)
     judged = _verdict(followed)
-    meta = {k: v for k, v in capture.meta.items() if k not in ("counters", "recording", "peaks")} | {"origin": "replayed", "verdict": judged}
+    meta = {k: v for k, v in capture.meta.items() if k not in ("counters", "recording", "peaks", "readings")} | {"origin": "replayed", "verdict": judged}
     if conf is None and judged["exact"]:
         return _as_it_was(capture, followed, meta)
     parts: dict[str, list[pl.DataFrame]] = {}

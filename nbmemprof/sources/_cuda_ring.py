@@ -22,6 +22,7 @@ _FULL = 0.7  # of the ring may be new before it is taken
 _LUXURY = 0.03  # of the time may go into taking events of which no peak depends
 _CLEAR_FROM = 50_000  # entries in the ring from which a cut empties it, so that the next one is quick
 _MAX_SAMPLES = 20_000
+_MOST_REFUSALS = 1000
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Track:
     armed: list[bool] = field(default_factory=list)  # whether the recording's peak is what the counter says
     reset: bool = False
     missed: int = 0
+    refusals: list[Reading] = field(default_factory=list)  # the first reading after each request that was refused
+    recounted: int = -1  # position at which the counters began anew
 
     @classmethod
     def begin(cls, reading: Reading) -> Track:
@@ -56,6 +59,8 @@ class Track:
 
     def read(self, reading: Reading) -> bool:
         """Take a reading in; tells whether a higher peak than any known has come since the last."""
+        if reading.ooms > self.now.ooms and len(self.refusals) < _MOST_REFUSALS:
+            self.refusals.append(reading)
         self.now = reading
         peaks = _peaks(reading)
         self.armed = [a or p > bar for a, p, bar in zip(self.armed, peaks, self.bars, strict=True)]
@@ -306,6 +311,7 @@ class Ring:
                 track.now = Reading.of(self.cuda.stats(device))
                 track.base = track.now.events - position
                 track.calls_taken = -1
+                track.recounted, track.refusals = position, []
 
 
 @contextmanager

@@ -15,10 +15,12 @@ import polars as pl
 from nbmemprof import schema
 from nbmemprof._cells import cell_names
 
-__all__ = ["COUNTED", "Reading", "Stacks", "events_frame", "heap_frames", "tail_of", "unseen_from"]
+__all__ = ["COUNTED", "COUNTS", "Reading", "Stacks", "events_frame", "heap_frames", "tail_of", "unseen_from"]
 
 # actions that torch's counters count too, so that a position in the trace can be told from the counters
 COUNTED = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
+# torch's names (torch.cuda.memory_stats) of what a reading keeps of them; the counters of events in the order of Reading.counts
+COUNTS = ("allocation.all.allocated", "allocation.all.freed", "active.all.freed", "num_device_alloc", "num_device_free", "num_ooms", "num_alloc_retries")
 _STATES = {"active_allocated": "active_allocated", "active_pending_free": "active_pending_free", "active_awaiting_free": "active_pending_free", "inactive": "inactive"}
 _TAIL = 8
 
@@ -35,6 +37,12 @@ class Reading:
     peak_allocated: int
     peak_requested: int
     peak_reserved: int
+    counts: tuple[int, ...] = ()  # COUNTS
+
+    @property
+    def ooms(self) -> int:
+        """Requests refused since the counters began."""
+        return self.counts[5] if self.counts else 0
 
     @classmethod
     def of(cls, stats: dict[str, Any]) -> Reading:
@@ -43,10 +51,10 @@ class Reading:
         def total(name: str, what: str) -> int:
             return int(stats.get(name, {}).get("all", {}).get(what, 0))
 
-        calls = int(stats.get("num_device_alloc", 0))
-        events = total("allocation", "allocated") + total("allocation", "freed") + total("active", "freed")
+        uses = (total("allocation", "allocated"), total("allocation", "freed"), total("active", "freed"))
+        calls, *others = (int(stats.get(name, 0)) for name in COUNTS[3:])
         return cls(
-            events + calls + int(stats.get("num_device_free", 0)) + int(stats.get("num_ooms", 0)),
+            sum(uses) + calls + sum(others[:-1]),
             calls,
             total("allocated_bytes", "current"),
             total("requested_bytes", "current"),
@@ -54,6 +62,7 @@ class Reading:
             total("allocated_bytes", "peak"),
             total("requested_bytes", "peak"),
             total("reserved_bytes", "peak"),
+            (*uses, calls, *others),
         )
 
 

@@ -22,7 +22,7 @@ from nbmemprof.flags import Flag
 from nbmemprof.sources import _cuda_owned, _placing
 from nbmemprof.sources._cuda_api import Cuda, unavailable
 from nbmemprof.sources._cuda_ring import Ring, Track
-from nbmemprof.sources._cuda_trace import Reading, Stacks, heap_frames
+from nbmemprof.sources._cuda_trace import COUNTS, Reading, Stacks, heap_frames
 from nbmemprof.sources._cuda_windows import FINAL_ID, PEAK_ID, Peak, Window, best_of, event_table, no_totals, with_older_stacks, with_pools
 from nbmemprof.sources._device_sampler import DeviceSampler
 from nbmemprof.units import format_bytes, format_count
@@ -360,7 +360,7 @@ class _Assembly:
         written = sum(t.taken - since.positions[d] for d, t in ring.tracks.items())
         meta = _facts(self.owner._cuda, {d: t.now for d, t in ring.tracks.items()}, self.last.settings)
         samples, more = self.owner._told(since)
-        meta |= {"counters": _counters(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}} | more
+        meta |= {"counters": _counters(ring, since), "readings": _readings(ring, since), "recording": self._cost(written, meta["devices"]), "dropped": {}} | more
         tables["samples"] = samples
         thinned = written > events.filter(pl.col("counted")).height
         if thinned:
@@ -534,6 +534,17 @@ def _counters(ring: Ring, since: Mark) -> dict[str, dict[str, int | None]]:
             "start_allocated_bytes": begin.allocated, "start_reserved_bytes": begin.reserved,
             "end_allocated_bytes": now.allocated, "end_reserved_bytes": now.reserved,
         }  # fmt: skip
+    return found
+
+
+def _readings(ring: Ring, since: Mark) -> dict[str, list[dict[str, int]]]:
+    """Torch's counts at the beginning, after each refused request and at the end: a verdict compares the trace with them. None of a device whose counters began anew meanwhile."""
+    found = {}
+    for device, track in ring.tracks.items():
+        begin = since.readings[device]
+        if track.recounted < since.positions[device] and begin.counts:
+            rows = [begin, *(r for r in track.refusals if begin.events < r.events < track.now.events), track.now]
+            found[str(device)] = [dict(zip(COUNTS, r.counts, strict=True)) for r in rows]
     return found
 
 

@@ -8,6 +8,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import nbmemprof as mp
+
 FOLDER = Path(__file__).parents[1] / "fixtures" / "recordings"
 _LETTERS = {
     "a": "alloc", "r": "free_requested", "f": "free_completed", "S": "segment_alloc", "F": "segment_free", "M": "segment_map", "U": "segment_unmap", "O": "oom",
@@ -51,10 +53,24 @@ def of_trace(name: str) -> tuple[dict[str, Any], dict[str, int]]:
     return {"segments": [], "device_traces": [trace], "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": found["conf"]}}, found["peak"]
 
 
+def script(name: str) -> dict[str, Any]:
+    """``h200/allocator/ops_NAME.json.gz``: a script of operations, with the address and 16 counters after each."""
+    made: dict[str, Any] = json.loads(gzip.decompress((FOLDER.parent / "h200" / "allocator" / f"ops_{name}.json.gz").read_bytes()))
+    return made
+
+
 def of_script(name: str) -> dict[str, Any]:
-    """The snapshot of ``h200/allocator/ops_NAME.json.gz``: a script of operations, with its private pools and what is there at the end."""
-    found = json.loads(gzip.decompress((FOLDER.parent / "h200" / "allocator" / f"ops_{name}.json.gz").read_bytes()))
+    """The snapshot that a script left, with its private pools."""
+    found = script(name)
     pictured = of_requests(found | {"segs": [segment[:5] for segment in found["segs"]]})
     for made, (*_, kind, pool) in zip(pictured["segments"], found["segs"], strict=True):
         made |= {"segment_type": kind, "segment_pool_id": tuple(pool)}
     return pictured
+
+
+def with_readings(capture: mp.Capture, found: dict[str, Any], every: int = 1) -> mp.Capture:
+    """The capture with the counters that torch was asked for after each ``every``-th request, as our own recordings have them."""
+    names = [name if name.startswith(("num_", "ovs")) else f"{name}.all.current" for name in found["keys"]]
+    rows = [[0] * len(names), *(row[-1] for row in found["ops"][every - 1 :: every]), found["ops"][-1][-1]]
+    tables = {name: capture.tables[name] for name in capture.tables}
+    return mp.Capture.build(tables, **capture.meta | {"readings": {"0": [dict(zip(names, row, strict=True)) for row in rows]}})

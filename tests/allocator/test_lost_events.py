@@ -73,12 +73,11 @@ def test_between_the_places_nothing_recorded_tells_and_outside_something_does(na
     assert not judged(put_in(damaged, event, after))["exact"]
 
 
+@pytest.mark.cost(0.2)
 @pytest.mark.parametrize(
     ("name", "at", "certain"),
-    [
-        ("graph", 100, True), ("graph", 267, False), ("graph", 376, True), ("graph", 231, True), ("graph", 190, True), ("graph", 186, False), ("graph_streams", 93, False), ("graph_streams", 411, False),
-    ],
-)  # fmt: skip
+    [("graph", 100, True), ("graph", 267, False), ("graph", 376, True), ("graph", 231, True), ("graph", 190, True), ("graph", 186, False), ("graph_streams", 93, False)],
+)
 def test_where_private_pools_are_gone_the_place_follows_from_the_events_before_and_after_and_from_no_guess_of_pools(name, at, certain):
     """Which requests were a gone pool's is not recorded; that memory was taken or given back twice, or a free has one half only, needs no pools."""
     whole = of_script(name)
@@ -90,6 +89,7 @@ def test_where_private_pools_are_gone_the_place_follows_from_the_events_before_a
     assert (low == high) == certain
 
 
+@pytest.mark.cost(0.05)
 def test_the_final_picture_tells_the_size_that_was_asked_for_and_the_stream():
     device = Device()
     device.malloc("3MiB")
