@@ -17,7 +17,6 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.capture import Capture, load
-from nbmemprof.prediction import adopting
 from nbmemprof.prediction.shadows import LIMIT, SMALL
 
 __all__ = ["Packed", "capture", "dump_tensors", "load_tensors", "pack", "unpack"]
@@ -175,10 +174,9 @@ def _made(kind: str, device: str, place: tuple[int, int], shape: Any, stride: An
 
 def unpack(packed: Packed, shell: Any, session: Any) -> None:
     """In the child: bind the names; those that could not come say so when they are asked for."""
-    torch = _optional.require("torch", feature="a prediction")
     names = load_tensors(packed.data, session.recorder.shadows, lambda device: device)
     shell.user_ns.update(names)
-    adopting.name_owners(torch, session, list(names.values()))
+    session.carried = list(names.values())  # named when some of it was adopted: what a name knows can't be swapped
     if packed.left:
         session.record.assume("names that could not be carried into the prediction: " + ", ".join(f"{name} ({why})" for name, why in packed.left.items()))
 

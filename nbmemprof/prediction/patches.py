@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.util
+import re
 import sys
 import types
 import weakref
@@ -202,11 +203,40 @@ def _fakes(torch: Any, changes: Changes) -> None:
 
     fake = fake_tensor.FakeTensor
     changes.put(fake_tensor, "init_gpu_context", lambda _device: None)
+    changes.put(fake_tensor, "run_fallback_kernel", _no_device(fake_tensor.run_fallback_kernel))
+    if not hasattr(fake_tensor, "FakeTensorDeviceMismatchError"):  # torch up to 2.12 says it in words of its own
+        changes.put(fake, "_find_common_device", staticmethod(_in_torchs_words(fake._find_common_device)))
     changes.put(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, fake])
     changes.put(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, fake])
     changes.put(torch.nn.Module, "_apply", _apply(torch))
     changes.put(fake, "data_ptr", lambda self: self.untyped_storage()._cdata + self.storage_offset() * self.element_size())  # one number for one place
     when_imported("transformers.utils.import_utils", changes, lambda module: changes.put(module, "is_fake_tensor", lambda _tensor: False) if hasattr(module, "is_fake_tensor") else None)
+
+
+def _no_device(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Where an operator has no fake kernel it is run on zeros; there is no device for those: the error that led there is raised."""
+
+    def run(mode: Any, func: Any, flat_args: Any, spec: Any, error: RuntimeError) -> Any:
+        if any(mode.is_our_fake(one) and one.fake_device.type == "cuda" for one in flat_args):
+            raise error
+        return plain(mode, func, flat_args, spec, error)
+
+    return run
+
+
+def _in_torchs_words(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors on two devices are told as a GPU's kernels and torch since 2.13 tell them."""
+
+    def find(func: Any, flat_args: Any) -> Any:
+        try:
+            return plain(func, flat_args)
+        except RuntimeError as error:
+            found = re.search(r"two different devices (\S+), (\S+)$", str(error))
+            if found is None:
+                raise
+            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {found[1]} and {found[2]}!") from None
+
+    return find
 
 
 def when_imported(name: str, changes: Changes, change: Callable[[Any], None]) -> None:
