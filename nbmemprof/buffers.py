@@ -90,7 +90,7 @@ class BufferPool:
 
     @contextmanager
     def buffer(self, shape: int | tuple[int, ...], dtype: Any = None, device: Any = None) -> Iterator[Any]:
-        """Take a tensor for a ``with`` block."""
+        """Take a tensor for a ``with`` block, as :meth:`get` does, and put it back at its end."""
         tensor = self.get(shape, dtype, device)
         try:
             yield tensor

@@ -67,7 +67,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the traced blocks did: ``sites``, a frame, and the arrays as they were left."""
+    """What the traced blocks did: ``sites``, a frame, and the arrays as they were left.
+
+    Attributes
+    ----------
+    kernel
+        The kernel's name.
+    block
+        Threads of a block, x first.
+    blocks
+        Indices of the blocks that ran.
+    sites
+        Each place of the kernel that touches memory, a :class:`Site`.
+    """
 
     kernel: str
     block: tuple[int, int, int]

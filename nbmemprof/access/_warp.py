@@ -79,6 +79,15 @@ class GlobalAccess(_Access):
     """A load or store of global (or local) memory by one warp.
 
     Memory moves in sectors of 32 bytes; four of them share a line of 128 bytes and its tag.
+
+    Attributes
+    ----------
+    addresses
+        Byte address of each of 32 lanes; None where a lane is inactive.
+    width
+        Bytes that each lane moves.
+    operation
+        ``"load"`` or ``"store"``.
     """
 
     @property
@@ -148,7 +157,17 @@ class Phase:
 
 @dataclass(frozen=True, repr=False)
 class SharedAccess(_Access):
-    """A load or store of shared memory by one warp: 32 banks, each 4 bytes wide."""
+    """A load or store of shared memory by one warp: 32 banks, each 4 bytes wide.
+
+    Attributes
+    ----------
+    addresses
+        Byte address of each of 32 lanes; None where a lane is inactive.
+    width
+        Bytes that each lane moves.
+    operation
+        ``"load"`` or ``"store"``.
+    """
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -52,7 +52,7 @@ class ProbeFrame(pl.DataFrame):
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], schema: Schema, *, probe: str, origin: str, device: str, about: Mapping[str, Any]) -> ProbeFrame:
-        """Make it from rows."""
+        """Make it from rows; what a row lacks is null. The rest are the frame's attributes."""
         frame = cls([tuple(row.get(name) for name in schema) for row in rows], schema=dict(schema), orient="row")
         frame.probe, frame.origin, frame.device, frame.about = probe, origin, device, dict(about)
         return frame
