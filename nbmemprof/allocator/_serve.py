@@ -13,7 +13,7 @@ from nbmemprof import schema
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._infer import Followed
 from nbmemprof.allocator._model import Model, Words
-from nbmemprof.allocator.conf import Settings
+from nbmemprof.allocator.conf import Settings, native
 from nbmemprof.allocator.versions import rules_of
 
 __all__ = ["Requests", "Served", "serve"]
@@ -106,6 +106,7 @@ def serve(
     edit
         Makes other operations of them, as many.
     """
+    native(settings)
     recording = requests.recording
     card: Any = recording.capture.meta.get("capacity_bytes")
     card = card.get(str(recording.key[1])) if isinstance(card, dict) else card

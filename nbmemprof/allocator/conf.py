@@ -14,7 +14,7 @@ from nbmemprof.allocator.rounding import BUCKETS, LARGE_BUFFER, MIN_LARGE_ALLOC
 from nbmemprof.allocator.versions import Rules, rules_of
 from nbmemprof.errors import NbmemprofError
 
-__all__ = ["ConfError", "Settings", "parse"]
+__all__ = ["ConfError", "Settings", "native", "parse"]
 
 _MB = 1 << 20
 _UNLIMITED_MB = (1 << 64) // _MB - 1
@@ -102,6 +102,19 @@ class _Tokens:
             while self.next() != "]":
                 pass
         return value
+
+
+def native(settings: Settings) -> Settings:
+    """Return the settings if they are of torch's own allocator.
+
+    Raises
+    ------
+    NbmemprofError
+        For another backend, which is not modelled.
+    """
+    if settings.backend != "native":
+        raise NbmemprofError(f"backend:{settings.backend} leaves memory to the driver's pool; only torch's native allocator is modelled. Leave the option out.")
+    return settings
 
 
 def parse(text: str | None, torch: str | None = None, before: Settings | None = None) -> Settings:

@@ -12,7 +12,7 @@ import numpy as np
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator import _refusal, _snapshot
 from nbmemprof.allocator._model import Model
-from nbmemprof.allocator.conf import Settings, parse
+from nbmemprof.allocator.conf import Settings, native, parse
 from nbmemprof.allocator.versions import DEFAULT, rules_of
 from nbmemprof.errors import NbmemprofError, OutOfMemoryError
 from nbmemprof.units import parse_bytes
@@ -75,11 +75,7 @@ class Device:
         history: bool = True,
     ) -> None:
         self.rules = rules_of(torch)
-        settings = conf if isinstance(conf, Settings) else parse(conf, torch)
-        if settings.backend != "native":
-            raise NbmemprofError(
-                f"backend:{settings.backend} leaves memory to the driver's pool; only torch's native allocator is modelled. Leave the option out."
-            )
+        settings = native(conf if isinstance(conf, Settings) else parse(conf, torch))
         self.torch, self.device = torch or DEFAULT, device
         self.capacity_bytes = None if capacity_bytes is None else parse_bytes(capacity_bytes)
         limit = None if limit_bytes is None else parse_bytes(limit_bytes)

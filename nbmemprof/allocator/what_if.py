@@ -15,6 +15,7 @@ from nbmemprof.allocator._serve import Requests, serve
 from nbmemprof.allocator.conf import Settings, parse
 from nbmemprof.allocator.replay import _bytes, _limit
 from nbmemprof.capture import Capture
+from nbmemprof.errors import NbmemprofError
 
 __all__ = ["CONFS", "what_if"]
 
@@ -84,13 +85,20 @@ def what_if(
     with ThreadPoolExecutor(workers) as pool:
         for one in followed:
             requests = Requests(one)
-            texts = list(CONFS) if confs is None else [confs] if isinstance(confs, str) else list(confs)
+            texts = list(CONFS) if confs is None else _texts(confs)
             if confs is None and one.settings.text not in texts:
                 texts.insert(0, one.settings.text)
             settings = [parse(text, one.torch) for text in texts]
             runs = len(settings) * len(_POLICIES)
             rows += pool.map(lambda s, one=one, requests=requests, runs=runs: _row(one, requests, s, limit, capacity, runs, origin), settings)
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+def _texts(confs: str | Iterable[str]) -> list[str]:
+    texts = [confs] if isinstance(confs, str) else list(confs) if isinstance(confs, Iterable) else [confs]
+    if stray := [text for text in texts if not isinstance(text, str)]:
+        raise NbmemprofError(f"{stray[0]!r} is no configuration. Give texts as PYTORCH_CUDA_ALLOC_CONF has them, as 'expandable_segments:True'; '' is torch's defaults.")
+    return texts
 
 
 def _row(one: Followed, requests: Requests, settings: Settings, limit: int | None, capacity: int | None, runs: int, origin: str) -> dict[str, Any]:
@@ -113,7 +121,7 @@ def _outcome(m: Any) -> tuple[int, ...]:
 
 
 def _alike(a: Settings, b: Settings) -> bool:
-    names = ("expandable_segments", "max_split_size", "max_non_split_rounding", "roundup_power2_divisions", "garbage_collection_threshold", "large_segment_size")
+    names = ("backend", "expandable_segments", "max_split_size", "max_non_split_rounding", "roundup_power2_divisions", "garbage_collection_threshold", "large_segment_size")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 

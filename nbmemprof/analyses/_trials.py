@@ -85,6 +85,8 @@ def _unreadable(capture: Capture) -> str | None:
         written = parse(found.text, torch if isinstance(torch, str) else None)
     except ConfError as error:
         return f"its configuration can't be read ({error})"
+    if written.backend != "native":
+        return f"its configuration leaves memory to the driver's pool (backend:{written.backend}), which is not modelled"
     names = ("expandable_segments", "max_split_size", "roundup_power2_divisions", "garbage_collection_threshold")
     differ = [name for name in names if getattr(found, name) != getattr(written, name)]
     return f"{', '.join(differ)} in force at the end {'is' if len(differ) == 1 else 'are'} not as its configuration text says" if differ else None

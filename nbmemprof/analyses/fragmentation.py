@@ -21,6 +21,8 @@ _COLUMNS = [
     "pinned_bytes", "releasable_bytes", "stranded_bytes", "rounding_bytes", "slack_bytes", "ratio", "largest_fit_bytes", "segments", "pinned_by",
 ]  # fmt: skip
 
+_LARGEST = 1 << 62  # of a request: what is larger fits as little
+
 
 def fragmentation(capture: Capture | None = None, request_bytes: int | str | None = None, at: str | float = "end") -> pl.DataFrame:
     """How much memory lies free, in which pieces, and would a request fit?
@@ -75,7 +77,8 @@ def fragmentation(capture: Capture | None = None, request_bytes: int | str | Non
     lists = free_lists(segments, blocks, conf, divisions).join(pins, on=LIST, how="left", nulls_equal=True)
     columns = list(_COLUMNS)
     if request_bytes is not None:
-        rounded = int(rounding.round_sizes(np.array([parse_bytes(request_bytes)], dtype=np.int64), divisions)[0])
+        asked = min(parse_bytes(request_bytes), _LARGEST)
+        rounded = int(rounding.round_sizes(np.array([asked], dtype=np.int64), divisions)[0])
         serves = (pl.col("pool").cast(pl.String) == pool_of(rounded)).fill_null(value=True) & ~pl.col("private")
         small = pl.col("pieces").list.eval(pl.element().filter(pl.element() < rounded)).list.sum()
         lists = lists.with_columns(

@@ -12,6 +12,7 @@ from nbmemprof import heap
 from nbmemprof.analyses.summary import summary
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
+from nbmemprof.units import parse_bytes
 
 __all__ = ["kv_cache"]
 
@@ -24,7 +25,7 @@ _SCHEMA: dict[str, Any] = {
 
 
 def kv_cache(
-    capture: Capture, *, sequences: int | None = None, tokens: int | Sequence[int] | None = None, block_tokens: int | None = None, capacity_bytes: int | None = None
+    capture: Capture, *, sequences: int | None = None, tokens: int | Sequence[int] | None = None, block_tokens: int | None = None, capacity_bytes: int | str | None = None
 ) -> pl.DataFrame:
     """What do the KV caches hold for each token and sequence, what is wasted, how many more sequences fit?
 
@@ -36,7 +37,7 @@ def kv_cache(
     block_tokens
         Tokens of a block of a paged cache: the last block of each sequence is partly empty.
     capacity_bytes
-        Memory of the card; by default the capture's.
+        Memory of the card, as ``"80GiB"`` or a number; by default the capture's.
 
     Returns
     -------
@@ -67,6 +68,7 @@ def kv_cache(
     lengths = [tokens] * (sequences or 1) if isinstance(tokens, int) else list(tokens) if tokens is not None else None
     if (sequences is not None and sequences < 1) or (block_tokens is not None and block_tokens < 1) or (lengths is not None and (not lengths or min(lengths) < 1)):
         raise NbmemprofError(f"sequences={sequences}, tokens={tokens}, block_tokens={block_tokens}: each is 1 or more. Leave out what you don't know.")
+    capacity = None if capacity_bytes is None else parse_bytes(capacity_bytes)
     rows = capture.tables["allocations"].filter(pl.col("category").cast(pl.String) == "kv_cache")
     if rows.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
@@ -78,7 +80,7 @@ def kv_cache(
             continue
         shapes = _last(seen) if seen is not None and seen.height else None
         told = [*shapes.iter_rows(named=True)] if shapes is not None and lengths is None else [None]
-        found += [_row(capture, curve, mine, shape, seen, sequences, lengths, block_tokens, capacity_bytes, alone=len(told) == 1) for shape in told]
+        found += [_row(capture, curve, mine, shape, seen, sequences, lengths, block_tokens, capacity, alone=len(told) == 1) for shape in told]
     return pl.DataFrame(found, schema=_SCHEMA, orient="row").sort("requested_bytes", descending=True, nulls_last=True)
 
 

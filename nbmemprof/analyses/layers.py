@@ -70,6 +70,8 @@ def layers(capture: Capture, at: str | float = "peak", depth: int | None = None,
         raise NbmemprofError(f"by={by!r} is not a way to sum layers. Use 'path', 'part' or 'expert'.")
     if by == "expert":
         return experts(capture, at)
+    if depth is not None and not hasattr(depth, "__index__"):
+        raise NbmemprofError(f"depth={depth!r} is no whole number. Give 0 for the models alone, 1 for their children, or leave it out.")
     if depth is not None and depth < 0:
         raise NbmemprofError(f"depth={depth} is below 0. Give 0 for the models alone, 1 for their children, or leave it out.")
     live = live_at(capture, at).with_columns(pl.col("layer").cast(pl.String), pl.col("category").cast(pl.String))

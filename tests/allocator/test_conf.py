@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import nbmemprof as mp
 from nbmemprof.allocator import ConfError, Device, parse
 from nbmemprof.allocator.versions import rules_of
 from nbmemprof.errors import NbmemprofError
@@ -153,3 +154,19 @@ def test_versions_are_read_and_named_where_they_are_not():
 def test_the_drivers_own_pool_is_not_modelled():
     with pytest.raises(NbmemprofError, match="cudaMallocAsync"):
         Device("backend:cudaMallocAsync")
+    device = Device()
+    device.free(device.malloc(30 << 20))
+    capture = mp.load(device.snapshot())
+    for ask in (mp.what_if, mp.replay):
+        with pytest.raises(NbmemprofError, match="only torch's native allocator is modelled"):
+            ask(capture, "backend:cudaMallocAsync")
+    capture.meta["conf"] = "backend:cudaMallocAsync"
+    assert "which is not modelled" in mp.advise(capture).filter(rule="settings")["finding"][0]
+
+
+def test_what_is_no_text_is_no_configuration():
+    device = Device()
+    device.free(device.malloc(30 << 20))
+    for wrong in (3, [None]):
+        with pytest.raises(NbmemprofError, match="is no configuration"):
+            mp.what_if(mp.load(device.snapshot()), wrong)

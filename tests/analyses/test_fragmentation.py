@@ -148,5 +148,6 @@ def test_host_memory_and_an_empty_capture_have_no_lists():
 def test_the_request_may_be_text_and_nonsense_is_refused():
     a = chequered()
     assert fragmentation(a.capture(), "64MiB")["would_fit"].to_list() == [True]
+    assert fragmentation(a.capture(), 1 << 70)["would_fit"].to_list() == [False]
     with pytest.raises(NbmemprofError, match="not a size"):
         fragmentation(a.capture(), "much")

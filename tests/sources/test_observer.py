@@ -401,6 +401,8 @@ def test_layers_sum_to_the_whole_and_parents_hold_their_children() -> None:
     assert inner["forward_us"] >= children["forward_us"].sum() > 0  # a module that asks once takes its time all the same
     with pytest.raises(mp.NbmemprofError, match="below 0"):
         mp.layers(seen.capture, depth=-1)
+    with pytest.raises(mp.NbmemprofError, match="no whole number"):
+        mp.layers(seen.capture, depth="deep")  # type: ignore[arg-type]
 
 
 def test_parts_sum_to_the_model_and_quantizing_is_arithmetic() -> None:
