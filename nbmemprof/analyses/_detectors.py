@@ -290,21 +290,26 @@ def survivors(seen: Seen) -> Iterator[Finding]:
     if pins.is_empty():
         return
     names = site_of_stacks(seen.capture.tables["stacks"]).select("stack_id", "site")
+    state = seen.blocks.select("rank", "device", "kind", "segment_addr", "addr", waits=pl.col("state").cast(pl.String) == "active_pending_free").unique(["rank", "device", "kind", "segment_addr", "addr"])
+    pins = pins.join(state, on=["rank", "device", "kind", "segment_addr", "addr"], how="left", nulls_equal=True)
     # a segment that two lines hold counts for the one with most in it
     pins = pins.join(names, on="stack_id", how="left").with_columns(pl.col("site").fill_null(NOWHERE)).sort("size_bytes", "addr", descending=[True, False])
     once = pins.with_columns(
         pinned_bytes=pl.when(pl.col("is_expandable") | pl.struct("rank", "device", "segment_addr").is_first_distinct()).then("pinned_bytes").otherwise(0)
     )
-    sums = once.group_by("rank", "device", "site").agg(pl.col("pinned_bytes", "size_bytes").sum(), n=pl.len()).filter(pl.col("pinned_bytes") >= _MIN_PINNED)
-    for row in sums.sort("pinned_bytes", "site", descending=[True, False]).head(3).iter_rows(named=True):
+    sums = once.group_by("rank", "device", "site", "waits").agg(pl.col("pinned_bytes", "size_bytes").sum(), n=pl.len()).filter(pl.col("pinned_bytes") >= _MIN_PINNED)
+    for row in sums.sort("pinned_bytes", "site", "waits", descending=[True, False, False]).head(3).iter_rows(named=True):
         held, size, count = format_bytes(row["pinned_bytes"]), format_bytes(row["size_bytes"]), row["n"]
         what = f"This {size} tensor of {row['site']} holds" if count == 1 else f"{count} small tensors of {row['site']}, {size} in all, hold"
+        action = "Make what stays before the large temporaries, or .clone() it once they are gone; expandable_segments:True gives back all pages but its own."
+        if row["waits"]:
+            what = f"{count} freed block{'' if count == 1 else 's'} of {row['site']}, {size} in all, still wait{'s' if count == 1 else ''} for another stream and hold{'s' if count == 1 else ''}"
+            action = "Synchronize that stream, or wait for its event before the free: the next request then finds them free. empty_cache() waits for it by itself."
         yield Finding(
             "survivors",
-            f"{what} {held} that empty_cache() can't give back.",
+            f"{what} {held}" + (" until that stream is done." if row["waits"] else " that empty_cache() can't give back."),
             "It is the only thing in use in its segment." if count == 1 else "They are nearly all that is in use in their segments.",
-            "Make what stays before the large temporaries, or .clone() it once they are gone; expandable_segments:True gives back all pages but its own.",
-            int(row["pinned_bytes"]), row["rank"], row["device"],
+            action, int(row["pinned_bytes"]), row["rank"], row["device"],
         )  # fmt: skip
 
 

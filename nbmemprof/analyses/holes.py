@@ -18,7 +18,7 @@ __all__ = ["holes"]
 _SEGMENT = ["rank", "device", "kind", "segment_addr"]
 _SCHEMA: dict[str, Any] = {
     "device": pl.Int64, "rank": pl.Int64, "segment_addr": pl.UInt64, "segment_bytes": pl.Int64, "free_bytes": pl.Int64, "free_blocks": pl.Int64, "step": pl.Int64,
-    "site": pl.String, "count": pl.Int64, "size_bytes": pl.Int64, "stays_count": pl.Int64, "stays_bytes": pl.Int64, "first_seq": pl.Int64, "last_seq": pl.Int64,
+    "site": pl.String, "count": pl.Int64, "size_bytes": pl.Int64, "stays_count": pl.Int64, "stays_bytes": pl.Int64, "pending_count": pl.Int64, "pending_bytes": pl.Int64, "first_seq": pl.Int64, "last_seq": pl.Int64,
     "freed_first_seq": pl.Int64, "freed_last_seq": pl.Int64, "story": pl.String, "origin": pl.String,
 }  # fmt: skip
 _SEGMENTS = 8  # segments that are told of, those with most bytes in holes
@@ -43,7 +43,7 @@ def holes(capture: Capture, at: str | int = "end") -> pl.DataFrame:
     -------
     One row a segment and line, segments by ``free_bytes`` in holes descending, lines in the order in which they came (``step``):
     ``device rank segment_addr segment_bytes free_bytes free_blocks``; ``site`` and its ``count size_bytes`` of blocks made in that segment,
-    of which ``stays_count stays_bytes`` are in use; ``first_seq last_seq`` of their allocs (null: before the first event),
+    of which ``stays_count stays_bytes`` are in use and ``pending_count pending_bytes`` were given up but still wait for another stream; ``first_seq last_seq`` of their allocs (null: before the first event),
     ``freed_first_seq freed_last_seq``; ``story``: all of the segment in a sentence; ``origin``. The eight segments with most in holes, six lines each.
 
     Examples
@@ -92,15 +92,16 @@ def _steps(capture: Capture, segment: dict[str, Any], at: str | int) -> list[dic
     stays = pl.col("free_seq").is_null() | (pl.col("free_seq") > last)
     lines = (
         rows.join(names, on="stack_id", how="left")
-        .with_columns(pl.col("site").fill_null(_NOBODY), stays=stays)
+        .with_columns(pl.col("site").fill_null(_NOBODY), stays=stays, waits=~stays & (pl.col("done_seq").is_null() | (pl.col("done_seq") > last)))
         .group_by("site")
         .agg(
             count=pl.len().cast(pl.Int64), size_bytes=pl.col("size_bytes").sum(), stays_count=pl.col("stays").sum().cast(pl.Int64),
-            stays_bytes=pl.col("size_bytes").filter("stays").sum(), first_seq=pl.col("alloc_seq").min(), last_seq=pl.col("alloc_seq").max(),
+            stays_bytes=pl.col("size_bytes").filter("stays").sum(), pending_count=pl.col("waits").sum().cast(pl.Int64), pending_bytes=pl.col("size_bytes").filter("waits").sum(),
+            first_seq=pl.col("alloc_seq").min(), last_seq=pl.col("alloc_seq").max(),
             freed_first_seq=pl.col("free_seq").filter(~pl.col("stays")).min(), freed_last_seq=pl.col("free_seq").filter(~pl.col("stays")).max(),
         )
     )  # fmt: skip
-    kept = lines.sort("stays_bytes", "size_bytes", "site", descending=[True, True, False]).head(_STEPS).sort(pl.col("first_seq").fill_null(-1), "site")
+    kept = lines.sort(pl.col("stays_bytes") + pl.col("pending_bytes"), "size_bytes", "site", descending=[True, True, False]).head(_STEPS).sort(pl.col("first_seq").fill_null(-1), "site")
     common = {name: segment[name] for name in ("device", "rank", "segment_addr", "segment_bytes", "free_bytes", "free_blocks")}
     story = _story(segment, list(kept.iter_rows(named=True)))
     return [common | line | {"step": step, "story": story, "origin": capture.meta["origin"]} for step, line in enumerate(kept.iter_rows(named=True))]
@@ -119,11 +120,10 @@ def _story(segment: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     say, told = format_bytes, []
     for line in lines:
         made = f"{line['site']} made {_blocks(line['count'])} ({say(line['size_bytes'])} in all)"
-        gone = line["count"] - line["stays_count"]
-        if not line["stays_count"]:
-            told.append(f"{made}, all freed again")
-        else:
-            told.append(f"{made}, of which {f'{gone} were freed and ' if gone else ''}{_blocks(line['stays_count'])} ({say(line['stays_bytes'])}) stay")
+        parts = [f"{gone} were freed"] if (gone := line["count"] - line["stays_count"] - line["pending_count"]) else []
+        parts += [f"{_blocks(line['pending_count'])} ({say(line['pending_bytes'])}) freed but waiting for another stream"] if line["pending_count"] else []
+        parts += [f"{_blocks(line['stays_count'])} ({say(line['stays_bytes'])}) stay"] if line["stays_count"] else []
+        told.append(f"{made}, all freed again" if gone == line["count"] else f"{made}, of which {' and '.join(parts)}")
     pieces = f"{segment['free_blocks']} hole{'' if segment['free_blocks'] == 1 else 's'}"
     return f"A segment of {say(segment['segment_bytes'])}: " + "; then ".join(told) + f". {say(segment['free_bytes'])} lie in {pieces} between what stays."
 

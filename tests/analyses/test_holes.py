@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import polars as pl
 import pytest
 from strategies import Allocator, frames
 
@@ -34,6 +35,29 @@ def test_lines_come_in_the_order_in_which_they_used_the_segment():
         "A segment of 40 MiB: train.py:1 made 1 block (40 MiB in all), all freed again; then train.py:2 made 1 block (15 MiB in all), all freed again; "
         "then train.py:3 made 1 block (10 MiB in all), of which 1 block (10 MiB) stay. 30 MiB lie in 2 holes between what stays."
     )
+
+
+def test_a_block_that_waits_for_another_stream_neither_went_nor_stays():
+    a = Allocator()
+    a.free(a.malloc(40 * MIB, ARENA))
+    first, second = a.malloc(15 * MIB, PARTS), a.malloc(10 * MIB, KEEP)
+    a.free(first)
+    a.free(second, pending=True)
+    cap = mp.load(a.snapshot())
+    row = mp.holes(cap).filter(pl.col("site") == "train.py:3").row(0, named=True)
+    assert (row["count"], row["stays_count"], row["pending_count"], row["pending_bytes"]) == (1, 0, 1, 10 * MIB)
+    assert "train.py:3 made 1 block (10 MiB in all), of which 1 block (10 MiB) freed but waiting for another stream." in row["story"]
+
+
+def test_small_blocks_that_wait_are_no_tensors_that_stay():
+    a = Allocator()
+    a.free(a.malloc(40 * MIB, ARENA))
+    first, second = a.malloc(38 * MIB, PARTS), a.malloc(1 * MIB + 512, KEEP)
+    a.free(first)
+    a.free(second, pending=True)
+    found = mp.advise(mp.load(a.snapshot()), replay=False).filter(rule="survivors").row(0, named=True)
+    assert found["finding"].startswith("1 freed block of train.py:3, 2 MiB in all, still waits for another stream and holds 38 MiB")
+    assert "Synchronize that stream" in found["action"]
 
 
 def test_a_heap_without_holes_has_no_story():
