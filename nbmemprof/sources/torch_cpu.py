@@ -4,7 +4,7 @@ Counted is the memory that PyTorch's CPU allocator gives out, to the byte and wh
 other threads, compiled code, ``torch.load``. Not counted: what an operator takes and gives back inside itself (kernel
 scratch; ``recording["scratch_peak_bytes"]`` has the peak with it), memory that is not this allocator's (``from_numpy``,
 ``frombuffer``, mapped files, shared memory), other processes (DataLoader workers). Of what was there before the
-first recording, known are parameters and buffers of modules that the window calls, and large storages that die in it.
+first recording, known are parameters, their gradients and buffers of modules that the window calls, and large storages that die in it.
 """
 
 from __future__ import annotations
@@ -306,11 +306,18 @@ def _addresses() -> dict[int, tuple[int, int]]:
                 if tensor.device.type == "cpu":
                     # a gradient's storage is left alone: with a Python object it would count as shared, and autograd would no longer add in place
                     storage = None if what == 2 else tensor.untyped_storage()
-                    size = storage.nbytes() if storage is not None and storage.resizable() else 0  # borrowed memory can't be resized
+                    size = _own_bytes(tensor) if storage is None else storage.nbytes() if storage.resizable() else 0  # borrowed memory can't be resized
                     found.setdefault(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size(), (what, size))
             except (RuntimeError, NotImplementedError):  # fake, lazy and sparse tensors have no address
                 continue
     return found
+
+
+def _own_bytes(tensor: Any) -> int:
+    """Bytes of a tensor's storage, where its own shape tells them: it is dense and no view of another; else 0."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    whole = tensor.numel() > 0 and reach == tensor.numel() and not tensor.storage_offset() and not tensor._is_view()
+    return int(tensor.nbytes) if whole else 0
 
 
 def _or_null(numbers: np.ndarray[Any, Any]) -> pl.Series:

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import nbmemprof as mp
 from nbmemprof import heap, schema
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NotRecording
@@ -669,3 +670,16 @@ print("ok")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+def test_gradients_from_before_the_first_recording_count_like_the_parameters_they_belong_to():
+    """Nothing watched the allocator when they were made; dense ones tell their size themselves, a view of a bucket doesn't."""
+    torch_cpu.leave()
+    net, bucket = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)), torch.zeros(8 * 64 + 8)
+    net(torch.randn(4, 64)).sum().backward()
+    net[1].weight.grad, net[1].bias.grad = bucket[: 8 * 64].view(8, 64), None
+    with mp.record("torch_cpu") as rec:
+        net(torch.randn(4, 64))
+    held = dict(mp.breakdown(rec.capture, at="end").select(pl.col("category").cast(pl.String), "requested_bytes").iter_rows())
+    assert held["gradients"] == sum(p.grad.nbytes for p in net[0].parameters())
+    assert held["weights"] == sum(p.nbytes for p in net.parameters())
