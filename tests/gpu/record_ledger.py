@@ -360,20 +360,20 @@ def patched(**changes: Any) -> Any:
 
 
 def micro(count: int, around: contextlib.AbstractContextManager[Any]) -> dict[str, float]:
-    """Microseconds of processor time: of an allocation with its release, and of a call of a module that does nothing."""
-    idle = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(10)])
-    x = torch.zeros(1, device=DEVICE)
-    with around:
-        idle(x)
+    """Microseconds of processor time: of an allocation with its release, of a call of a module that does nothing within another, and of an outermost one."""
+    many = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(200)])
+    x, one = torch.zeros(1, device=DEVICE), torch.nn.Identity()
+
+    def each(call: Callable[[], Any], times: int) -> float:
         begin = time.thread_time()
-        for _ in range(count):
-            torch.empty(1000, device=DEVICE)
-        middle = time.thread_time()
-        with torch.no_grad():
-            for _ in range(count // 10):
-                idle(x)
-        end = time.thread_time()
-    return {"allocation": (middle - begin) / count * 1e6, "module": (end - middle) / count / 1.1 * 1e6}
+        for _ in range(times):
+            call()
+        return (time.thread_time() - begin) / times * 1e6
+
+    with around, torch.no_grad():
+        many(x), one(x)
+        outermost = each(lambda: one(x), count // 10)
+        return {"allocation": each(lambda: torch.empty(1000, device=DEVICE), count), "module": (each(lambda: many(x), count // 200) - outermost) / 200, "outermost": outermost}
 
 
 def ratio(found: list[float]) -> dict[str, Any]:
