@@ -162,9 +162,10 @@ def test_on_an_h200_the_context_was_measured_as_cuda_began() -> None:
         assert row["origin"] == origin and abs(row["size_bytes"] - CONTEXT) < 5 * MIB
 
 
-def test_on_an_h200_recording_a_cpu_bound_step_costs_less_than_ten_percent() -> None:
-    """Of the 12-layer encoder, without call stacks, in turns with the plain step; the others cost more than twice the step."""
-    told = json.loads((LEDGERS / "cost.json").read_text())["numbers"]
+@pytest.mark.parametrize("host", ["cost", "cost_quiet"])
+def test_on_an_h200_recording_a_cpu_bound_step_costs_less_than_ten_percent(host: str) -> None:
+    """Of the 12-layer encoder, without call stacks, in turns with the plain step; the others cost half the step and more."""
+    told = json.loads((LEDGERS / f"{host}.json").read_text())["numbers"]
     assert told["wall"]["recorded"]["ratio"] <= 1.10 and told["processor"]["recorded"]["ratio"] <= 1.10
     plain = told["wall"]["plain"]["ms"]
     assert told["others"]["MemTracker"]["wall_ms"] > 10 * plain and told["others"]["torch.profiler"]["wall_ms"] > 1.5 * plain
