@@ -1,12 +1,16 @@
-"""Shapes of KV caches: how many sequences, tokens and layers one holds, and how much room it has."""
+"""KV caches of a forward: which objects are caches, what tensors they hold, how many sequences, tokens and layers, and how much room."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Shape", "padding", "shapes"]
+import polars as pl
 
+__all__ = ["Shape", "caches_of", "is_cache", "padding", "shapes", "table", "tensors"]
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+_DEPTH = 4  # a cache, its list of layers, a layer, a list in it
 _MASK_MOST = 64 << 20  # elements of a mask that are looked at
 
 
@@ -36,19 +40,60 @@ class Shape(NamedTuple):
     element_bytes: int
 
 
-def shapes(cache: Any, *, wait: bool = False) -> Iterator[Shape]:
+def is_cache(kind: type) -> bool:
+    """Whether a class is a KV cache of transformers, or of its kind."""
+    return any(c.__module__ == "transformers.cache_utils" and c.__name__.endswith("Cache") for c in kind.__mro__)
+
+
+def caches_of(values: Iterable[Any]) -> list[Any]:
+    """KV caches among arguments and results of a forward: transformers' classes, and the tuples of old that go by the name."""
+    found = []
+    for value in values:
+        held = value if is_cache(type(value)) else None
+        if held is None and not isinstance(value, _PLAIN):
+            held = value.get("past_key_values") if isinstance(value, dict) else getattr(value, "__dict__", {}).get("past_key_values")
+        if held is not None:
+            found.append(held)
+    return found
+
+
+def tensors(cache: Any, torch: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """What a cache is made of: itself, items of containers, attributes of its layers."""
+    if isinstance(cache, torch.Tensor):
+        yield cache
+    elif depth and not isinstance(cache, (*_PLAIN, type)):
+        items = cache.values() if isinstance(cache, dict) else cache if isinstance(cache, (list, tuple)) else getattr(cache, "__dict__", {}).values()
+        for one in list(items):
+            yield from tensors(one, torch, depth - 1)
+
+
+def table(seen: Sequence[tuple[Shape, int | None]], seq: Any) -> pl.DataFrame:
+    """The table ``caches``: what each held, and before which event.
+
+    ``seq cache_id cache sequences tokens room_tokens layers size_bytes token_bytes element_bytes padding_tokens``; null ``tokens``: not told while the device
+    was at work; null ``padding_tokens``: no mask was seen.
+    """
+    rows = [(one.key, one.name, one.sequences, one.tokens if one.tokens >= 0 else None, one.room, one.layers, one.size, one.token_bytes, one.element_bytes, padded) for one, padded in seen]
+    names = ("cache_id", "cache", "sequences", "tokens", "room_tokens", "layers", "size_bytes", "token_bytes", "element_bytes", "padding_tokens")
+    made = pl.DataFrame(rows, schema={name: pl.String if name == "cache" else pl.Int64 for name in names}, orient="row")
+    return made.with_columns(pl.Series("seq", seq, dtype=pl.Int64)).select("seq", *names)
+
+
+def shapes(cache: Any, *, wait: bool = False, read: Callable[[Any], int | None] = int) -> Iterator[Shape]:
     """Shapes of a cache of transformers, or of the tuples of keys and values of old.
 
     Parameters
     ----------
     wait
         Whether a length that is kept on the device may be read; that waits for it.
+    read
+        How such a length is read; None: it is not known.
     """
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     if any(part is not None for part in parts):  # an encoder and a decoder
         for part in parts:
             if part is not None:
-                yield from shapes(part, wait=wait)
+                yield from shapes(part, wait=wait, read=read)
         return
     pairs = list(_pairs(cache))
     if not pairs:
@@ -57,7 +102,7 @@ def shapes(cache: Any, *, wait: bool = False) -> Iterator[Shape]:
     for keys, values, layer in pairs:
         size = sum(t.numel() * t.element_size() for t in (keys, values))
         room = int(keys.shape[-2])
-        rows.append((size, room, _used(layer, room, wait=wait), int(keys.shape[0])))
+        rows.append((size, room, _used(layer, room, wait=wait, read=read), int(keys.shape[0])))
     room, sequences = max(r[1] for r in rows), max(r[3] for r in rows)
     tokens = -1 if any(r[2] < 0 for r in rows) else max(r[2] for r in rows)
     grows = [size // max(sequences * length, 1) for size, length, _, _ in rows if length == room]  # layers with a window hold less and grow no more
@@ -76,7 +121,7 @@ def _pairs(cache: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield keys, values, layer
 
 
-def _used(layer: Any, room: int, *, wait: bool) -> int:
+def _used(layer: Any, room: int, *, wait: bool, read: Callable[[Any], int | None]) -> int:
     length = getattr(layer, "cumulative_length_int", None)
     if length is None:
         length = getattr(layer, "cumulative_length", None)
@@ -84,7 +129,8 @@ def _used(layer: Any, room: int, *, wait: bool) -> int:
         return room  # it has grown to what it holds
     if isinstance(length, int):
         return min(length, room)
-    return min(int(length), room) if wait or getattr(length, "device", None) is None or length.device.type == "cpu" else -1
+    told = read(length) if wait or getattr(length, "device", None) is None or length.device.type == "cpu" else None
+    return -1 if told is None else min(told, room)
 
 
 def padding(mask: Any) -> int | None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from fake_cuda import FakeCuda
 
+from nbmemprof import _kv_caches
 from nbmemprof.capture import Capture
-from nbmemprof.sources import _caches, _placing, _routing, torch_history
+from nbmemprof.sources import _placing, _routing, torch_history
 
 FOLDER = Path(__file__).parent / "fixtures" / "h200" / "attribution"
 NAMES = sorted(p.name.removesuffix(".raw.gz") for p in FOLDER.glob("*.raw.gz"))
@@ -29,7 +30,7 @@ class Seen:
     def __init__(self, raw: dict[str, Any], drop: tuple[str, ...]) -> None:
         log = {k: np.array(v) if k in ("times_us", "phase", "group", "back", "layer", "name", "grad") else v for k, v in raw["log"].items()}
         log["steps"], log["owners"] = [tuple(s) for s in log["steps"]], [tuple(o) for o in log["owners"] if o[4] not in drop]
-        log["caches"] = [(record, clock, _caches.Shape(*shape), padded) for record, clock, shape, padded in log.get("caches", ())]
+        log["caches"] = [(record, clock, _kv_caches.Shape(*shape), padded) for record, clock, shape, padded in log.get("caches", ())]
         log["routing"] = [_routing.Call(*call) for call in log.get("routing", ())]
         self.log, self.noted = _placing.Log(**log), raw["noted"]
 

@@ -18,7 +18,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 HEAVY = ("torch", "cupy", "altair", "anywidget", "ipywidgets", "numba", "pandas", "matplotlib", "vl_convert", "pynvml")
 
 # room -> the rooms that its modules may import from, at the top or inside a function
-GROUND = {"errors", "units", "_optional", "_cells", "_jit", "_torch_import", "schema", "capture", "heap", "attribution", "tags"}
+GROUND = {"errors", "units", "_optional", "_cells", "_jit", "_torch_import", "schema", "capture", "heap", "attribution", "tags", "_kv_caches"}
 ALLOWED = {
     "errors": set(),
     "units": {"errors"},
@@ -28,6 +28,7 @@ ALLOWED = {
     "_asked": {"errors", "capture"},
     "attribution": {"schema"},
     "tags": {"errors", "_optional", "schema"},
+    "_kv_caches": set(),
     "_jit": {"errors", "_optional"},
     "_line": set(),
     "_cells": {"_optional"},

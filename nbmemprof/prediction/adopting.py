@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nbmemprof._kv_caches import is_cache, tensors
+
 __all__ = ["Adopted", "adopt", "name_lines", "name_owners"]
 
 DEPTH = 4  # lists of dicts of tensors, and objects that hold modules
@@ -51,9 +53,11 @@ def name_owners(torch: Any, session: Any, values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, torch.optim.Optimizer):
             for parameter, state in value.state.items():
-                for one in state.values() if isinstance(state, dict) else ():
+                for name, one in state.items() if isinstance(state, dict) else ():
                     if isinstance(one, torch.Tensor):
-                        where._own(one, "optimizer_state", where._owners.get(parameter) if isinstance(parameter, torch.Tensor) else None)
+                        where._own(one, "optimizer_state", where._owners.get(parameter) if isinstance(parameter, torch.Tensor) else None, str(name))
+        elif is_cache(type(value)):
+            where.cache(value)
 
 
 def name_lines(torch: Any, session: Any, names: dict[str, Any], lines: dict[str, tuple[str, int]], before: int) -> None:
@@ -91,6 +95,8 @@ def _held(torch: Any, value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         inner = list(value.values())
     elif isinstance(value, (list, tuple, set, frozenset)):
         inner = list(value)
+    elif is_cache(type(value)):
+        inner = list(tensors(value, torch))
     elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
         inner = list(vars(value).values())
     for one in inner:
@@ -126,6 +132,10 @@ class _Mover:
             self._all(value, value.values(), depth)
         elif isinstance(value, (list, tuple, set, frozenset)):
             self._all(value, value, depth)
+        elif is_cache(type(value)):
+            self._seen[id(value)] = value
+            for one in tensors(value, torch):
+                self.visit(one, 0)
         elif type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
             self._all(value, vars(value).values(), depth)
 

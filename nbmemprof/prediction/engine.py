@@ -64,7 +64,7 @@ class Session:
             stack.enter_context(mode_class(allow_non_fake_inputs=True))
             self.recorder = recorder_class(torch)(self.record, where, shadows, rules, lines=self.lines, room=self.room if self.terms is not None else None)
             self.where = where
-            where.index_of = self.recorder.index_of
+            where.index_of, where.value_of = self.recorder.index_of, shadows.of
             stack.enter_context(self.recorder)
             stack.enter_context(habits.kept(torch, self))
         except NbmemprofError:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from nbmemprof import heap, schema
+from nbmemprof import _kv_caches, heap, schema
 from nbmemprof.allocator import Device
 from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._picture import picture
@@ -95,8 +95,8 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
     pictures = [_with_stacks(picture(snapshot, number), whole[:at], stacks[:at]) for number, (snapshot, at) in enumerate(ends)]
     tables = {
         "events": _events(trace, stacks[opening.rows :]), "hints": _hints(record, trace), "segments": pl.concat([s for s, _ in pictures]), "blocks": pl.concat([b for _, b in pictures]),
-        "marks": _marks(record, trace), "stacks": stack_table(record, stacks),
-    }  # fmt: skip
+        "marks": _marks(record, trace), "stacks": stack_table(record, stacks), "owners": _owners(record, whole, opening.rows),
+    } | _more_tables(record, trace, since)  # fmt: skip
     counters = {
         "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
         "start_allocated_bytes": opening.allocated, "start_reserved_bytes": opening.reserved,
@@ -244,9 +244,33 @@ def _hints(record: Record, trace: Any) -> pl.DataFrame:
     return schema.fill("hints", columns, len(at))
 
 
+def _owners(record: Record, whole: Any, opened: int) -> pl.DataFrame:
+    """How their owners call weights, buffers, the optimizer's state and caches."""
+    at = np.flatnonzero(whole[:, 0] == M.ALLOC)
+    index = np.asarray(record.events, np.int64)[whole[at, 5] // M.WORDS]
+    rows = [(place, one) for place, one in zip(at.tolist(), (record.made[i] for i in index.tolist()), strict=True) if one.name is not None and _category(one)[0] == one.category]
+    columns = {
+        "device": 0, "kind": "device", "source": "torch", "addr": pl.Series(whole[[place for place, _ in rows], 1].astype(np.uint64)), "seq": [max(0, place + 1 - opened) for place, _ in rows],
+        "category": [one.category for _, one in rows], "evidence": [one.evidence for _, one in rows], "layer": pl.Series([one.layer for _, one in rows], dtype=pl.String), "name": [one.name for _, one in rows],
+    }  # fmt: skip
+    return schema.fill("owners", columns, len(rows))
+
+
+def _more_tables(record: Record, trace: Any, since: int) -> dict[str, pl.DataFrame]:
+    """Tables beside the schema's, as of live captures: ``caches`` and ``parameters``, where there is anything in them."""
+    seen = [row for row in record.caches if row[0] >= since]
+    source = trace[:, 5] // M.WORDS if len(trace) else np.zeros(0, np.int64)
+    words = {"layer": pl.String, "name": pl.String, "dtype": pl.String, "elements": pl.Int64, "rows": pl.Int64, "size_bytes": pl.Int64}
+    made = {
+        "caches": _kv_caches.table([row[1:] for row in seen], np.searchsorted(source, [row[0] for row in seen], side="left")),
+        "parameters": pl.DataFrame(record.parameters, schema=words, orient="row"),
+    }
+    return {name: frame for name, frame in made.items() if frame.height}
+
+
 def _category(made: Allocation) -> tuple[str, str]:
     """What an allocation is for: its owner's word, else where it began and where it ended."""
-    if made.category is not None:
+    if made.category is not None and not (made.category == "kv_cache" and made.ended in ("backward", "recompute")):  # kept by the graph
         return made.category, made.evidence or "model"
     phase, ended = made.phase, made.ended
     if phase == "optimizer":

@@ -8,6 +8,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbmemprof._kv_caches import Shape
+
 __all__ = ["Allocation", "Record", "recorder_class"]
 
 EMPTY_CACHE = 1 << 62  # in the stream of events: torch.cuda.empty_cache()
@@ -26,6 +28,7 @@ class Allocation:
     evidence: str | None = None
     ended: str | None = None  # phase in which it went; "" outside of phases, None: it did not
     stack: int = 0  # in ``Record.stacks``; 0: not recorded
+    name: str | None = None  # as its owner calls it: weight, exp_avg, DynamicCache
 
 
 @dataclass
@@ -36,7 +39,9 @@ class Record:
     counts what had to be assumed, by its text. ``slack`` are bytes of allocations that a rule only bounds: (index, low, high).
     ``stacks``: call stacks by their number, each frame ``(function, file, line)``, innermost first. ``rooms``: what there was from an event on, as
     (number of the event, capacity, torch's own limit); empty where nothing was refused while it ran. ``refused``: requests that met torch's error;
-    ``needs``: for the first of a run, (number of its event, what a copy found that nothing was refused in).
+    ``needs``: for the first of a run, (number of its event, what a copy found that nothing was refused in). ``caches``: what a KV cache held at the end of
+    a forward, as (number of events so far, shape, tokens of it that are padding); ``parameters``: of each weight layer, name, dtype, elements, rows of a
+    matrix (0: none) and bytes.
     """
 
     events: list[int] = field(default_factory=list)
@@ -51,6 +56,8 @@ class Record:
     refused: list[int] = field(default_factory=list)
     needs: list[tuple[int, dict[str, Any] | None]] = field(default_factory=list)
     caught: bool = False  # the code went on after the error
+    caches: list[tuple[int, Shape, int | None]] = field(default_factory=list)
+    parameters: list[tuple[str, str, str, int, int, int]] = field(default_factory=list)
 
     def assume(self, what: str) -> None:
         """Count an assumption."""

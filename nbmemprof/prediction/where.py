@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from nbmemprof import _kv_caches
+
 __all__ = ["Where"]
 
 
@@ -29,6 +31,8 @@ class Where:
         self.node: int | None = None  # number of the node in which the last ``now`` was asked
         self._owners: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> layer
         self.index_of: Any = lambda _tensor: None
+        self.value_of: Any = lambda _tensor: None
+        self._padding: dict[int, tuple[Any, int | None]] = {}  # of the caches that are there: padding in their first mask
 
     def now(self) -> tuple[str | None, str | None, int]:
         """Module path, phase and step of what is asked for now."""
@@ -72,7 +76,7 @@ class Where:
 
         handles = [
             module.register_module_forward_pre_hook(self._enter),
-            module.register_module_forward_hook(self._leave, always_call=True),
+            module.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             optimizer.register_optimizer_step_pre_hook(self._step_begins),
             optimizer.register_optimizer_step_post_hook(self._step_ends),
         ]
@@ -81,6 +85,8 @@ class Where:
         finally:
             for handle in handles:
                 handle.remove()
+                for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
+                    getattr(module, name, {}).pop(handle.id, None)  # torch forgets these
 
     def _enter(self, module: Any, args: Any) -> None:
         name = self._names.get(module)
@@ -98,10 +104,41 @@ class Where:
         index = self.index_of(value)
         return index is not None and value.grad_fn is None and self.record.made[index].phase is None
 
-    def _leave(self, _module: Any, _args: Any, _out: Any) -> None:
+    def _leave(self, _module: Any, args: Any, kwargs: Any, out: Any) -> None:
         if self._stack:
             self._stack.pop()
         self._changed(self._stack[-1] if self._stack else None)
+        if not self._stack and self._node() is None:
+            for value in kwargs.values():
+                if isinstance(value, self.torch.Tensor) and self._comes_from_outside(value):
+                    self._own(value, "inputs", None)
+            for cache in _kv_caches.caches_of([kwargs, out, *args]):
+                self.cache(cache, kwargs.get("attention_mask"))
+
+    def cache(self, cache: Any, mask: Any = None) -> None:
+        """A KV cache was given to a forward, or came of one. In training it is activations, and ends with the forward."""
+        kept = [tensor for tensor in _kv_caches.tensors(cache, self.torch) if not tensor.requires_grad]
+        for tensor in kept:
+            self._own(tensor, "kv_cache", None, type(cache).__name__)
+        if not kept:
+            return
+        known = self._padding.get(id(cache))
+        if known is None or known[0]() is not cache:
+            with contextlib.suppress(TypeError):  # tuples
+                known = self._padding[id(cache)] = weakref.ref(cache), self._padded(mask)
+        padded = known[1] if known is not None else None
+        for shape in _kv_caches.shapes(cache, wait=True, read=self._length):
+            self.record.caches.append((len(self.record.events), shape, padded))
+
+    def _length(self, tensor: Any) -> int | None:
+        value = self.value_of(tensor)
+        with self.torch.utils._python_dispatch._disable_current_modes():
+            return None if value is None else int(value)
+
+    def _padded(self, mask: Any) -> int | None:
+        value = self.value_of(mask) if isinstance(mask, self.torch.Tensor) else None
+        with self.torch.utils._python_dispatch._disable_current_modes():
+            return None if value is None else _kv_caches.padding(value)
 
     def _changed(self, name: str | None) -> None:
         number = self._next()
@@ -126,18 +163,20 @@ class Where:
                 self._names[child] = f"{first}.{path}" if path else first
         for path, parameter in root.named_parameters(remove_duplicate=False):
             layer = f"{first}.{path}".rpartition(".")[0]
-            self._owners.setdefault(parameter, layer)
-            self._own(parameter, "weights", layer)
+            if self._owners.setdefault(parameter, layer) is layer and self.index_of(parameter) is not None:
+                rows = parameter.shape[:-1].numel() if parameter.ndim >= 2 else 0
+                self.record.parameters.append((layer, path.rpartition(".")[2], str(parameter.dtype).removeprefix("torch."), parameter.numel(), rows, parameter.numel() * parameter.element_size()))
+            self._own(parameter, "weights", layer, path.rpartition(".")[2])
         for path, buffer in root.named_buffers():
-            self._own(buffer, "buffers", f"{first}.{path}".rpartition(".")[0])
+            self._own(buffer, "buffers", f"{first}.{path}".rpartition(".")[0], path.rpartition(".")[2])
 
-    def _own(self, tensor: Any, category: str, layer: str | None) -> None:
+    def _own(self, tensor: Any, category: str, layer: str | None, name: str | None = None) -> None:
         index = self.index_of(tensor)
         if index is None:
             return
         made = self.record.made[index]
-        if made.category is None:
-            made.category, made.evidence = category, "storage"
+        if made.category is None or (made.category == "inputs" and category == "kv_cache"):
+            made.category, made.evidence, made.name = category, "storage", name
             made.layer = layer or made.layer
 
     def _step_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -149,9 +188,9 @@ class Where:
     def _step_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
             layer = self._owners.get(parameter) if isinstance(parameter, self.torch.Tensor) else None
-            for value in state.values() if isinstance(state, dict) else ():
+            for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, self.torch.Tensor):
-                    self._own(value, "optimizer_state", layer)
+                    self._own(value, "optimizer_state", layer, str(name))
         self.optimizer -= 1
         self.step += 1
         self.record.marks.append((len(self.record.events), "step", str(self.step)))

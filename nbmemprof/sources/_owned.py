@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nbmemprof import tags
-from nbmemprof.sources import _caches, _owners
+from nbmemprof import _kv_caches, tags
+from nbmemprof.sources import _owners
 from nbmemprof.sources._stacks import Layers
 
 __all__ = ["Owned"]
@@ -26,7 +26,7 @@ class Owned:
     def __init__(self, torch: Any, device_type: str, clock_ns: Callable[[], int], layers: Layers, guard: Callable[[Exception], None]) -> None:
         self.torch, self.device_type, self.clock_ns, self.layers, self._guard = torch, device_type, clock_ns, layers, guard
         self.rows: list[tuple[int, int, int | None, int, str, str, str | None, str | None]] = []  # moment, clock, device, address, category, evidence, layer, name
-        self.caches: list[tuple[int, int, _caches.Shape, int | None]] = []  # moment, clock, what a KV cache held, tokens of it that are padding
+        self.caches: list[tuple[int, int, _kv_caches.Shape, int | None]] = []  # moment, clock, what a KV cache held, tokens of it that are padding
         self.parameters: list[tuple[str, str, str, int, int, int]] = []  # layer, name, dtype, elements, rows of a matrix (0: none), bytes; as of the last look everywhere
         self.fresh_grads = False  # gradients may have come since they were noted
         self._masks: dict[int, weakref.ref[Any]] = {}  # attention masks of the first forward with a cache
@@ -61,7 +61,7 @@ class Owned:
         for tensor in _owners.tensors_in((args, kwargs), self.torch, 3):
             if tensor.grad_fn is None and not isinstance(tensor, self.torch.nn.Parameter):
                 self.own(moment, tensor, "inputs", "storage", None, None)
-        for cache in _owners.caches_of([kwargs, result, *args]):
+        for cache in _kv_caches.caches_of([kwargs, result, *args]):
             kept = [tensor for tensor in _owners.tensors_in(cache, self.torch) if not tensor.requires_grad]
             for tensor in kept:  # in training these are activations, and the cache ends with the forward
                 self.own(moment, tensor, "kv_cache", "storage", None, type(cache).__name__)
@@ -200,7 +200,7 @@ class Owned:
             self._masks[id(cache)] = weakref.ref(mask)
         ref = self._masks.get(id(cache)) if wait else None
         kept = ref() if ref is not None else None
-        for shape in _caches.shapes(cache, wait=wait):
-            self.caches.append((moment, now, shape, _caches.padding(kept) if kept is not None else None))
+        for shape in _kv_caches.shapes(cache, wait=wait):
+            self.caches.append((moment, now, shape, _kv_caches.padding(kept) if kept is not None else None))
         if len(self.caches) > _MOST_SHAPES:
             del self.caches[1 : _MOST_SHAPES // 2 : 2]

@@ -6,7 +6,9 @@ import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["addresses", "caches_of", "find", "is_cache", "of_module", "of_optimizer", "tensors_in"]
+from nbmemprof._kv_caches import is_cache
+
+__all__ = ["addresses", "find", "of_module", "of_optimizer", "tensors_in"]
 
 _DEPTH, _MOST = 5, 20_000  # how deep containers are looked into, and how many tensors are taken
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -93,23 +95,6 @@ def _items(value: Any) -> Iterable[Any]:
             except (AttributeError, TypeError):
                 continue
     return held
-
-
-def is_cache(kind: type) -> bool:
-    """Whether a class is a KV cache of transformers, or of its kind."""
-    return any(c.__module__ == "transformers.cache_utils" and c.__name__.endswith("Cache") for c in kind.__mro__)
-
-
-def caches_of(values: Iterable[Any]) -> list[Any]:
-    """KV caches among arguments and results of a forward: transformers' classes, and the tuples of old that go by the name."""
-    found = []
-    for value in values:
-        held = value if is_cache(type(value)) else None
-        if held is None and not isinstance(value, _PLAIN):
-            held = value.get("past_key_values") if isinstance(value, dict) else getattr(value, "__dict__", {}).get("past_key_values")
-        if held is not None:
-            found.append(held)
-    return found
 
 
 def find(torch: Any) -> tuple[list[Any], list[Any], list[Any]]:

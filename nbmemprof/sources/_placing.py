@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from nbmemprof import schema
+from nbmemprof import _kv_caches, schema
 from nbmemprof.sources._observer import BACKWARD, FORWARD, NONE, PHASES, RECOMPUTE, ZERO_GRAD, Observer
 
 __all__ = ["Log", "Placed", "bare_events", "contexts", "marks", "owners", "place", "tables"]
@@ -265,17 +265,10 @@ def _routing(log: Log, placed: Placed, since: int) -> pl.DataFrame:
 
 
 def _caches(log: Log, placed: Placed, since: int) -> pl.DataFrame:
-    """What the KV caches held, and before which event.
-
-    ``seq cache_id cache sequences tokens room_tokens layers size_bytes token_bytes element_bytes padding_tokens``; null ``tokens``: not told while the device
-    was at work; null ``padding_tokens``: no mask was seen.
-    """
+    """What the KV caches held, and before which event."""
     found = [row for row in log.caches if row[0] >= since]
-    rows = [(shape.key, shape.name, shape.sequences, shape.tokens if shape.tokens >= 0 else None, shape.room, shape.layers, shape.size, shape.token_bytes, shape.element_bytes, padded) for _, _, shape, padded in found]
-    names = ("cache_id", "cache", "sequences", "tokens", "room_tokens", "layers", "size_bytes", "token_bytes", "element_bytes", "padding_tokens")
-    table = pl.DataFrame(rows, schema={name: pl.String if name == "cache" else pl.Int64 for name in names}, orient="row")
     seq = _before_event(log, placed, [row[0] for row in found], [row[1] for row in found]) if found else np.zeros(0, np.int64)
-    return table.with_columns(pl.Series("seq", seq, dtype=pl.Int64)).select("seq", *names)
+    return _kv_caches.table([(shape, padded) for _, _, shape, padded in found], seq)
 
 
 def marks(log: Log, placed: Placed, seen: pl.DataFrame, start_us: float, end_us: float) -> pl.DataFrame:
