@@ -21,6 +21,7 @@ __all__ = ["Device", "Facts", "Stack", "facts"]
 _SERIES = 8  # areas in one picture; the rest is "other"
 _RESERVED = "\0reserved"  # a column name that no series has
 _KNOWN = 0.1  # share of the peak whose category must be known before it is stacked by category
+_RISE = 32 << 20  # of the driver's number within a cell in which torch did nothing
 _kept: weakref.WeakKeyDictionary[Capture, Facts] = weakref.WeakKeyDictionary()
 
 
@@ -131,6 +132,17 @@ class Facts:
     def is_quiet(self) -> bool:
         """Whether it was recorded that nothing happened: memory is held, but none was given out or back."""
         return self.meta.get("recording") is not None and not self.capture.events.height
+
+    @property
+    def moves_outside(self) -> bool:
+        """Whether others than torch's allocator hold or took memory: a pool, page-locked memory, a rise of what the driver reports."""
+        read = self.capture.tables["samples"]
+        if read.is_empty():
+            return False
+        gauge, value = pl.col("gauge").cast(pl.String), pl.col("value")
+        used = value.filter((gauge == "used_bytes") & (pl.col("source").cast(pl.String) == "driver"))
+        told = read.select(pool=value.filter(gauge.is_in(["pool_bytes", "locked_bytes"])).max().fill_null(0) > 0, rise=((used.max() - used.min()) >= _RISE).fill_null(value=False))
+        return any(told.row(0))
 
     def ask(self, name: str, **options: Any) -> pl.DataFrame:
         """Run one analysis once; a failure is noted and gives an empty frame."""

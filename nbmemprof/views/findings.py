@@ -26,6 +26,7 @@ _NEAR = 0.9  # of the capacity or limit
 _COSTLY = 0.05  # share of the cell's time that recording, or the allocator's device calls, took
 _LONG_STALL_US = 10_000
 _ADVICE = 2  # sentences of what the rules prove
+_OUTSIDE = ("cupy_pool", "unexplained", "pinned")  # rules that look past torch
 _ANYWHERE = ("one_checkpoint", "checkpoint", "first_step")  # rules that hold for host memory too
 
 
@@ -37,8 +38,9 @@ def findings(capture: Capture) -> list[str]:
 def sentences(known: Facts, limit: int | None = _ALL) -> list[str]:
     """Return the sentences of facts that were gathered already, ``limit`` of them at most."""
     said: list[str] = []
-    if known.is_quiet:
-        return [middle(w, _LONG) for w in _warnings(known)]
+    if known.is_quiet:  # torch's allocator did nothing; another pool may have, and the driver's number tells it
+        told = [_at(device, s) for device in known.devices for s in _proven(known, device, _OUTSIDE)] if known.moves_outside else []
+        return [middle(w, _LONG) for w in [*told, *_warnings(known)]]
     for name in () if known.is_empty else ("leaks", "oom", "fragmentation"):  # the tables need them too; if one fails, it is said here
         known.ask(name)
     for rule in (_ooms, _leaks, _kept, _near_limit, _gap, _retries, _proven, caches, _top_site):
@@ -148,9 +150,10 @@ def _retries(known: Facts, device: Device) -> list[str]:
     )
 
 
-def _proven(known: Facts, device: Device) -> list[str]:
-    """What the allocator's rules prove, and the time that device calls took: the advice that needs no replay."""
+def _proven(known: Facts, device: Device, only: tuple[str, ...] = ()) -> list[str]:
+    """What the allocator's rules prove, and the time that device calls took: the advice that needs no replay; of some rules ``only``."""
     rows = known.ask("advise", replay=False)
+    rows = rows.filter(pl.col("rule").is_in(only)) if only and rows.height else rows
     if rows.height and device.kind != "device":
         rows = rows.filter(pl.col("device").is_null() & pl.col("rule").is_in(_ANYWHERE))
     elif rows.height:

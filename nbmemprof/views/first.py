@@ -55,7 +55,7 @@ def bundle(capture: Capture) -> dict[str, str]:
     known = facts(capture)
     if known.is_empty or known.is_quiet:
         said = [*text.headline(capture).split("\n"), *findings.sentences(known)]
-        more = (kernels.section(capture, 12), ["", kernels.plain(capture)]) if counted else ("", [])
+        more = (kernels.section(capture, 12), ["", kernels.plain(capture)]) if counted else (_ledger(known), [])
         return {"text/html": _wrap("".join(f"<p>{_html(s)}</p>" for s in said) + more[0]), "text/plain": "\n".join([*map(clean, said), *more[1]])}
     made: dict[str, str] = {}
     for points, rows, devices in _SIZES:
@@ -137,10 +137,20 @@ def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator
     name = f"{device.label}: " if device.label else ""
     if layers_known(known) and (drawn := tree.picture(known.of(known.ask("layers"), device), f"{name}layers at the peak" if name else "Layers at the peak", rows=rows + 3)) is not None:
         yield f"<details><summary>{_html(name + 'layers')}</summary>{image(*drawn)}</details>"
-    if known.capture.tables["samples"].height and (bar := ledger_bar.picture(known.of(known.ask("ledger"), device))) is not None:
+    if (bar := _bar(known, device)) is not None:
         yield f"<details><summary>{_html(name + 'all of the device: the ledger')}</summary>{image(*bar)}</details>"
     tables = "".join(rows_of(*table) for table in text.tables(known, device, rows))
     yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{rows_of(*over_time(device, stack, rows + 4)) if stack.xs else ''}</details>"
+
+
+def _bar(known: Facts, device: Device) -> tuple[Svg, str] | None:
+    """The ledger, where the driver was asked."""
+    return ledger_bar.picture(known.of(known.ask("ledger"), device)) if known.capture.tables["samples"].height else None
+
+
+def _ledger(known: Facts) -> str:
+    """Where torch's allocator did nothing: who holds the device all the same."""
+    return "".join(image(*bar) for device in known.devices[:_DEVICES] if (bar := _bar(known, device)) is not None) if known.moves_outside else ""
 
 
 def layers_known(known: Facts) -> bool:

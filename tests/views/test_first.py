@@ -10,7 +10,9 @@ from html.parser import HTMLParser
 
 import polars as pl
 import pytest
+from support import ROOT
 
+import nbmemprof as mp
 from nbmemprof import heap, schema
 from nbmemprof.analyses.timeline import timeline
 from nbmemprof.capture import Capture
@@ -294,3 +296,14 @@ def test_a_picture_that_misses_the_true_peak_says_so(training):
     device = known.devices[0]
     assert pictures.peak_words(device, device.peak) == "peak 1010 MiB"
     assert pictures.peak_words(device, 800 << 20) == "drawn up to 800 MiB (peak 1010 MiB)"
+
+
+def test_a_cell_in_which_only_others_take_memory_shows_the_ledger_and_names_them():
+    """Torch's allocator rests, CuPy's pool keeps 384 MiB: recorded on an H200."""
+    capture = mp.load(ROOT / "notebooks" / "data" / "h200_ledger_cupy.nbmem")
+    made = first.bundle(capture)
+    assert "CuPy's pool keeps 384 MiB of free blocks" in made["text/plain"]
+    assert "CuPy&#x27;s pool cached 384 MiB" in made["text/html"]
+    same = capture.tables["samples"].filter(pl.col("source").cast(pl.String) != "cupy", pl.col("time_us") == pl.col("time_us").max().over("gauge"))
+    quiet = Capture.build({**capture.tables, "samples": same}, **capture.meta)
+    assert "<img" not in first.bundle(quiet)["text/html"], "nothing moved"
