@@ -120,7 +120,7 @@ def _story(segment: dict[str, Any], lines: list[dict[str, Any]]) -> str:
     say, told = format_bytes, []
     for line in lines:
         made = f"{line['site']} made {_blocks(line['count'])} ({say(line['size_bytes'])} in all)"
-        parts = [f"{gone} were freed"] if (gone := line["count"] - line["stays_count"] - line["pending_count"]) else []
+        parts = [f"{gone} {'was' if gone == 1 else 'were'} freed"] if (gone := line["count"] - line["stays_count"] - line["pending_count"]) else []
         parts += [f"{_blocks(line['pending_count'])} ({say(line['pending_bytes'])}) freed but waiting for another stream"] if line["pending_count"] else []
         parts += [f"{_blocks(line['stays_count'])} ({say(line['stays_bytes'])}) stay"] if line["stays_count"] else []
         told.append(f"{made}, all freed again" if gone == line["count"] else f"{made}, of which {' and '.join(parts)}")

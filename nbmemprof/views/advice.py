@@ -31,12 +31,12 @@ def findings(capture: Capture, *, replay: bool = True) -> str:
     for row in rows.head(_MOST).iter_rows(named=True):
         saving = f" [{format_bytes(row['saving_bytes'])}]" if row["saving_bytes"] else ""
         place = f"device {row['device']}: " if rows["device"].drop_nulls().n_unique() > 1 and row["device"] is not None else ""
-        said += [f"• {place}{row['finding']}{saving} ({row['origin']})", f"    {row['evidence']}", f"    {row['action']}"]
+        said += [clean(f"• {place}{row['finding']}{saving} ({row['origin']})"), f"    {clean(row['evidence'])}", f"    {clean(row['action'])}"]
     if rows.height > _MOST:
         said.append(f"{_MOST} of {rows.height} findings; mp.advise(cap) has them all.")
     stories = holes(capture)["story"].unique(maintain_order=True).head(_STORIES).to_list()
-    said += ["", "How the largest holes came about", *(f"  {story}" for story in stories)] if stories else []
-    return "\n".join(clean(line) if line else line for line in said) or "Nothing to advise: no finding, and no setting would have saved anything."
+    said += ["", "How the largest holes came about", *(f"    {clean(story)}" for story in stories)] if stories else []
+    return "\n".join(said) or "Nothing to advise: no finding, and no setting would have saved anything."
 
 
 def pools(capture: Capture) -> str:
@@ -44,7 +44,7 @@ def pools(capture: Capture) -> str:
     rows = lines_of(capture)
     busy = rows.filter((pl.col("advice") != "none") & ((pl.col("size_bytes") >= _WORTH * int(rows["size_bytes"].sum())) | (pl.col("device_calls") > 1)))
     if busy.is_empty():
-        return f"No line would gain from a pool of its own ({rows.height} lines looked at): what is asked for stays, or is asked for once."
+        return f"No line would gain from a pool of its own ({rows.height} line{'' if rows.height == 1 else 's'} looked at): what is asked for stays, or is asked for once."
     replayed, gains = pl.col("origin") == "replayed", (pl.col("saved_bytes") > 0) | ((pl.col("saved_bytes") == 0) & (pl.col("device_calls_saved") > 0))
     wanted, vain = busy.filter(gains), busy.filter(~gains)
     said = []
