@@ -9,7 +9,6 @@ recording allows; between two of them it holds nothing that could tell them apar
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +28,8 @@ __all__ = ["Trials", "locate", "refusal_by_stack", "shown"]
 _NO_STACK = (1 << 32) - 1
 _INTERPRETED, _COMPILED = 800_000, 60_000_000  # events followed in all trials, about 8 s at most
 _FURTHER = 64  # events that one more must explain where it does not explain all: what the rules would do here always explains one
-_BEYOND = 6  # places looked at behind a border
-_EACH = 128  # places that are tried one by one; of more the borders are found by halving
+_AROUND = 8  # events that one request can have had before the one that can't be followed
+_EACH = 128  # places that are all tried at first; of more a few
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,11 @@ class Trials:
         if suspect.low > suspect.high:
             return None
         where = self._open(suspect)
+        if suspect.kind == M.ALLOC:
+            serving = self._serving(suspect)
+            where = [place for place in where if place in serving]
+        if not where:
+            return None
         best, at = -1, -1
         for place in self._first(suspect, where):
             reached = self.run(suspect, place)
@@ -184,25 +188,27 @@ class Trials:
     def _first(self, suspect: Suspect, where: list[int]) -> list[int]:
         """Places in the order in which they are tried: where it is missed, the borders, then in between."""
         missed = where[int(np.argmin(np.abs(np.asarray(where) - self.at)))]
-        serving = self._serving(suspect) if suspect.kind == M.ALLOC and len(where) > _EACH else []
         rest = where[::-1] if len(where) <= _EACH else [where[i] for i in np.linspace(len(where) - 1, 0, 24).astype(int)]
-        return list(dict.fromkeys([where[-1], missed, where[0], *(p for p in serving if p in where), *rest]))
+        return list(dict.fromkeys([where[-1], missed, where[0], *rest]))
 
-    def _serving(self, suspect: Suspect) -> list[int]:
-        """Places at which the block that the alloc got is the one that the rules would give."""
+    def _serving(self, suspect: Suspect) -> set[int]:
+        """Places at which the block that the alloc got is the one that the rules would give, and those around the event that can't be followed without it."""
         state = self._copy(self._state(suspect, suspect.low))
-        model, trace, found = state.model, state.trace, []
+        model, trace = state.model, state.trace
+        found: set[int] = set()
         pool = model.pools[suspect.pool]
         for place in range(suspect.low, suspect.high + 1):
             model.m[M.STOP] = place * M.WORDS
             model.run(trace, trace, state.rows, state.moments, work=self.work)
             if model.m[M.WRONG]:
+                missed = int(model.m[M.AT]) // M.WORDS
+                found.update(range(min(place, missed) - _AROUND, max(place, missed) + _AROUND))
                 break
             block = _run.free_block(model.m.data, pool, suspect.size, suspect.stream)  # type: ignore[arg-type]
             if block and model.m[block + M.ADDR] == suspect.addr:
-                found.append(place)
-        self.spent += suspect.high - suspect.low
-        return found[:: max(1, len(found) // 16)]
+                found.add(place)
+        self.spent += max(0, int(model.m[M.AT]) // M.WORDS - suspect.low)
+        return found
 
     def _around(self, suspect: Suspect, where: list[int], at: int, best: int) -> tuple[int, int]:
         """Return the first and last of the places (their positions) at which the trace is followed as far as at this one."""
@@ -218,34 +224,13 @@ class Trials:
                 known[i] = reached >= best if whole else reached >= min(until, best)
             return known[i]
 
-        if len(where) <= _EACH:
-            all_ = [i for i in range(len(where)) if good(i)]
-            least, most = all_[0], all_[-1]
-        else:
-            least, most = self._border(0, at, good), self._border(len(where) - 1, at, good)
+        least = next(i for i in range(at + 1) if i == at or good(i))
+        most = next(i for i in range(len(where) - 1, at - 1, -1) if i == at or good(i))
         while least < at and not good(least, whole=True):
             least += 1
         while most > at and not good(most, whole=True):
             most -= 1
         return least, most
-
-    @staticmethod
-    def _border(far: int, near: int, good: Callable[[int], bool]) -> int:
-        """Return the position next to ``far`` that is still good, from ``near``, which is; single ones that are not are stepped over."""
-        if good(far):
-            return far
-        step, bad = (1 if far > near else -1), far
-        while True:
-            while abs(bad - near) > 1:
-                middle = (bad + near) // 2
-                if good(middle):
-                    near = middle
-                else:
-                    bad = middle
-            beyond = [i for i in range(near + 2 * step, near + (_BEYOND + 2) * step, step) if min(near, far) <= i <= max(near, far) and good(i)]
-            if not beyond:
-                return near
-            near, bad = beyond[-1], far
 
     # ------------------------------------------------------------------ one trial
     def run(self, suspect: Suspect, place: int, until: int | None = None) -> int:
@@ -263,11 +248,12 @@ class Trials:
         if state.seen:
             state.moments[0::2][state.moments[0::2] > at] += M.WORDS
         lost = [i + (M.WORDS if i >= at else 0) for i in recording.lost if not (suspect.kind == M.FREE_COMPLETED and i == suspect.low * M.WORDS)]
-        self.spent += max(0, until - int(m[M.AT]) // M.WORDS)
+        begin = int(m[M.AT]) // M.WORDS
         m[M.END], m[M.STOP] = len(trace), min([len(trace) if until == self.end else (until + 1) * M.WORDS, *lost])
         model.run(trace, trace, state.rows, state.moments, work=self.work)
         m = model.m
         reached = int(m[M.AT]) // M.WORDS
+        self.spent += reached - begin + self.end // 100  # the copies too
         reached -= reached > place
         if m[M.WRONG] or lost or until < self.end:
             return reached

@@ -28,9 +28,12 @@ from nbmemprof.allocator._memory import (
     GC_LIMIT,
     GC_ON,
     HALF_FIRST,
+    HALF_POOL,
     INFER,
     LIMIT,
+    LIST,
     LIST_FREE,
+    LIST_HALF,
     LIST_NEXT,
     LIVE,
     MODE,
@@ -195,11 +198,23 @@ def follow(m: Ints, t: Ints, h: Ints, e: Ints) -> int:
                 free(m, t, b, 0)  # its request is missing
             else:
                 wrong(m, NOTHING_PENDING, OTHER, 0, 0, 0)
+        elif kind == FREE_COMPLETED and asked_for(m, t, b, j) == 0:
+            flush(m, t)
         elif kind == FREE_COMPLETED and flushes_next(m, t, j) == 0:
             complete(m, t, b)
         else:
             request(m, t, h, e, j)
     return DONE
+
+
+def asked_for(m: Ints, t: Ints, b: int, j: int) -> int:
+    """Whether a malloc looked for the frees that complete at ``j``: its other events follow. Else only an empty_cache() can have, or a MemPool that was deleted."""
+    p = j
+    while p < m[END] and (t[p] == FREE_COMPLETED or t[p] == OTHER):
+        p += WORDS
+    if p < m[END] and t[p] != FREE_REQUESTED:
+        return 1
+    return 1 if m[m[m[b + LIST] + LIST_HALF] + HALF_POOL] != m[m[DEFAULT_LARGE] + HALF_POOL] else 0
 
 
 def next_request(m: Ints, t: Ints, j: int) -> int:

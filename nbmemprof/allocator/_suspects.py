@@ -95,6 +95,9 @@ class _Clues:
     def expected(self) -> Iterator[Suspect]:
         """Memory that the rules take or give back where the trace has something else; the driver's address is in the request that follows."""
         wanted, found = self.mismatch["expected"], self.mismatch["found"]
+        if wanted is not None and found is not None:
+            yield from self._in_the_way(wanted)
+            yield from self._taken_for(found)
         if wanted is None or not wanted["action"].startswith("segment"):
             return
         addresses = [wanted["addr"]]
@@ -103,6 +106,55 @@ class _Clues:
             addresses = [int(self.addr[request]), *addresses]
         for addr in dict.fromkeys(addresses):
             yield Suspect(_CODES[wanted["action"]], addr, wanted["bytes"], wanted["stream"], self.at, self.at)
+
+    def _in_the_way(self, wanted: dict[str, Any]) -> Iterator[Suspect]:
+        """Something that was never freed lies where the rules would put a request: it reaches up to where the request is, or leaves too little of the block."""
+        addr, bytes_ = wanted["addr"], wanted["bytes"]
+        if wanted["action"] == "segment_map":  # the model has put the request into the free block below and the new pages
+            blocks = self.found.model.blocks()
+            over = blocks["addr"][(blocks["addr"] <= addr) & (addr < blocks["addr"] + blocks["size"])]
+            addr = int(over[0]) if len(over) else addr
+        free = self._free_at(addr) if wanted["action"] in ("alloc", "segment_map") else 0
+        request = self._request()
+        gap = int(self.addr[request]) - addr if request < self.end and self.kind[request] == M.ALLOC else 0
+        sizes = [gap] if 0 < gap <= free else [free, max(free - bytes_ // 512 * 512, 512)] if free else []
+        low = min(self._free_since(addr, 1, self.at), self.at)
+        for size in dict.fromkeys(sizes):
+            for pool in self._pools(addr, self.at):
+                yield Suspect(M.ALLOC, addr, size, wanted["stream"], low, self.at, max(self.recording.rows.height, 1), (), pool)
+
+    def _taken_for(self, found: dict[str, Any]) -> Iterator[Suspect]:
+        """Memory was taken that the next request does not need: it was for one that is missing, and reached up to where something lies later."""
+        if found["action"] not in ("segment_alloc", "segment_map"):
+            return
+        place = self.at
+        while place < self.end and self.kind[place] in (M.SEGMENT_ALLOC, M.SEGMENT_MAP) and (place == self.at or found["action"] == "segment_map"):
+            place += 1
+        blocks = self.found.model.blocks()
+        below = np.flatnonzero((blocks["addr"] + blocks["size"] == found["addr"]) & (blocks["state"] == M.FREE))
+        begin = int(blocks["addr"][below[0]]) if len(below) and found["action"] == "segment_map" else found["addr"]
+        end = int(self.addr[place - 1] + self.size[place - 1])
+        later = np.flatnonzero((self.kind[place:] == M.ALLOC) & (self.addr[place:] > begin) & (self.addr[place:] < end))[:1] + place
+        for size in dict.fromkeys([*(self.addr[later] - begin).tolist(), end - begin]):
+            for pool in self._pools(begin, self.at):
+                yield Suspect(M.ALLOC, begin, size, found["stream"], place, place, max(self.recording.rows.height, 1), (), pool)
+
+    def _request(self) -> int:
+        """Return the request that the event of the difference belongs to."""
+        at = np.flatnonzero(np.isin(self.kind[self.at :], (M.ALLOC, M.OOM, M.FREE_REQUESTED)))[:1]
+        return self.at + int(at[0]) if len(at) else self.end
+
+    def _free_at(self, addr: int) -> int:
+        """Bytes of the block that the model has at an address, whatever became of it where the trace differs."""
+        blocks = self.found.model.blocks()
+        at = np.flatnonzero(blocks["addr"] == addr)
+        if not len(at):
+            return 0
+        end = blocks["addr"] + blocks["size"]
+        joined = int(end[at[0]])
+        while len(after := np.flatnonzero((blocks["addr"] == joined) & (blocks["state"] == M.FREE) & ~blocks["first"])):
+            joined = int(end[after[0]])
+        return joined - addr
 
     # ------------------------------------------------------------------ blocks without an alloc
     def allocs(self) -> Iterator[Suspect]:

@@ -90,6 +90,39 @@ def test_where_private_pools_are_gone_the_place_follows_from_the_events_before_a
 
 
 @pytest.mark.cost(0.05)
+def test_a_lost_request_that_was_never_freed_is_told_by_what_lies_where_the_rules_would_put_the_next():
+    """No event and no picture has it; the requests after it lie behind it."""
+    whole, _ = of_trace("gpt2_varlen_b8_expand")
+    trace = whole["device_traces"][0][:400]
+    freed = {e["addr"] for e in trace if e["action"] == "free_requested"}
+    at = [i for i, e in enumerate(trace) if e["action"] == "alloc" and e["addr"] not in freed][60]
+    mismatch = judged(without(whole | {"device_traces": [trace]}, at))["first_mismatch"]
+    assert mismatch["between"][0] <= at <= mismatch["between"][1]
+    assert mismatch["missing"]["addr"] == trace[at]["addr"]
+    assert 0 <= mismatch["missing"]["bytes"] - trace[at]["size"] < 512
+
+
+@pytest.mark.cost(0.05)
+@pytest.mark.parametrize("neighbours", [("alloc", "free_requested"), ("free_completed", "free_requested")])
+def test_two_neighbours_that_changed_places_are_seen_where_nothing_asks_for_what_completes(neighbours):
+    """A free that completes after another event than its request waited for a stream, and only a request or a flush looks whether it is over."""
+    device = Device()
+    blocks = [device.malloc(1 << 20) for _ in range(4)]
+    device.free(blocks[0])
+    device.malloc("3MiB")
+    device.free(blocks[1])
+    device.free(blocks[2])
+    device.free(blocks[3])
+    whole = device.snapshot()
+    trace = whole["device_traces"][0]
+    assert judged(whole)["exact"]
+    at = max(i for i in range(len(trace) - 1) if (trace[i]["action"], trace[i + 1]["action"]) == neighbours)
+    told = judged(whole | {"device_traces": [[*trace[:at], trace[at + 1], trace[at], *trace[at + 2 :]]]})
+    assert not told["exact"]
+    assert at - 1 <= told["first_mismatch"]["index"] <= at + 3  # a segment taken for it is followed by no request then
+
+
+@pytest.mark.cost(0.05)
 def test_the_final_picture_tells_the_size_that_was_asked_for_and_the_stream():
     device = Device()
     device.malloc("3MiB")
