@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
+from fake_cuda import FakeCuda
 from strategies import MIB, Allocator, capture, frames
 
 import nbmemprof as mp
 from nbmemprof.analyses.fragmentation import fragmentation
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
+from nbmemprof.sources import torch_history
 
 SITE = frames("train.py:5 step")
 PRIVATE = (0, 1)
@@ -151,3 +156,19 @@ def test_the_request_may_be_text_and_nonsense_is_refused():
     assert fragmentation(a.capture(), 1 << 70)["would_fit"].to_list() == [False]
     with pytest.raises(NbmemprofError, match="not a size"):
         fragmentation(a.capture(), "much")
+
+
+def test_a_look_at_this_process_moves_no_counter_and_calls_nothing_of_the_allocator(monkeypatch):
+    """The picture is read beside the counters; nothing is allocated, given back, recorded or cleared for it."""
+    fake = FakeCuda()
+    kept = [fake.malloc(9 * MIB) for _ in range(6)]
+    for block in kept[::2]:
+        fake.free(block)
+    monkeypatch.setattr(torch_history, "Cuda", lambda: fake)
+    monkeypatch.setattr(torch_history, "unavailable", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch") or ModuleType("torch"))
+    trace, before = list(fake.heap.trace), fake.stats(0)
+    free = mp.fragmentation(request_bytes="20MiB")
+    assert (fake.stats(0), fake.heap.trace, fake.calls, fake.marks, fake.recording) == (before, trace, [], [], None)
+    assert free["reserved_bytes"].sum() == before["reserved_bytes"]["all"]["current"]
+    assert free["free_bytes"].sum() == before["reserved_bytes"]["all"]["current"] - before["allocated_bytes"]["all"]["current"]

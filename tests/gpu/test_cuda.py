@@ -103,6 +103,18 @@ def test_counters_and_picture_add_up(torch: Any) -> None:
     assert held.numel() == 3 * MIB
 
 
+def test_looking_for_fragmentation_moves_no_counter(torch: Any) -> None:
+    """A picture is taken and read: nothing is asked of the allocator, given back, or waited for."""
+    kept = [torch.empty(9 * MIB, dtype=torch.uint8, device="cuda") for _ in range(6)]
+    del kept[::2]
+    before, history = torch.cuda.memory_stats(), torch._C._cuda_isHistoryEnabled()
+    free = mp.fragmentation(request_bytes="96MiB")
+    assert torch.cuda.memory_stats() == before
+    assert torch._C._cuda_isHistoryEnabled() == history
+    assert free["reserved_bytes"].sum() == torch.cuda.memory_reserved()
+    assert len(kept) == 3
+
+
 def test_a_window_without_cuda_makes_no_context_and_one_that_begins_it_misses_nothing() -> None:
     code = """
 import torch, nbmemprof as mp
