@@ -172,11 +172,11 @@ def rows_of(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 
 def over_time(device: Device, stack: Stack, count: int) -> tuple[str, list[str], list[list[str]]]:
     """Return the timeline as a table: evenly spaced points and the peak."""
-    totals, last = stack.totals, len(stack.xs) - 1
-    chosen = sorted({stack.top, *(round(last * k / max(count - 2, 1)) for k in range(count - 1))})
+    totals, last, top = stack.totals, len(stack.xs) - 1, stack.top
+    chosen = sorted({top, *(round(last * k / max(count - 2, 1)) for k in range(count - 1))})
     rows = []
     for i in chosen:
         at = format_time_us(stack.xs[i]) if stack.axis == "time" else f"event {stack.xs[i]:.0f}"
-        rows.append([at + (" (peak)" if i == stack.top else ""), format_bytes(totals[i], 2), format_bytes(stack.reserved[i], 2) if stack.reserved else "–"])
+        rows.append([at + (" (peak)" if i == top else ""), format_bytes(totals[i], 2), format_bytes(stack.reserved[i], 2) if stack.reserved else "–"])
     cut = f" ({len(chosen)} of {last + 1} points)" if len(chosen) <= last else ""
     return f"Memory over time{cut}", ["at", "allocated", "reserved"], rows
