@@ -73,8 +73,9 @@ def _fits(torch: Any, table: Choice, kernel: str, query: Any, key: Any, value: A
     needs = torch.is_grad_enabled() and mask is not None and mask.requires_grad
     if kernel == "flash":
         return mask is None and width <= table.flash_head_dim and query.shape[-1] == value.shape[-1]
-    if kernel == "efficient":
-        return not grouped and query.shape[1] == key.shape[1] == value.shape[1]
+    if kernel == "efficient":  # rows of 16 bytes (minimum_gemm_alignment)
+        step = 4 if query.dtype == torch.float32 else 8
+        return not grouped and query.shape[1] == key.shape[1] == value.shape[1] and query.shape[-1] % step == 0 and value.shape[-1] % step == 0
     return not needs and query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0 and width <= table.cudnn_head_dim
 
 

@@ -72,9 +72,13 @@ def _copies(torch: Any, session: Any, changes: Changes) -> None:
             with shadows._outside():
                 return plain(self, memo)
         value = self.__dict__.pop(VALUE, None)
+        memo[id(self.fake_mode)] = self.fake_mode  # a copied mode would give back torch's weak references twice
+        self.__dict__["data_ptr"] = lambda: 0  # no storage of its own to copy byte by byte: torch clones it
         try:
             made = plain(self, memo)
+            made.__dict__.pop("data_ptr", None)
         finally:
+            self.__dict__.pop("data_ptr", None)
             if value is not None:
                 shadows.put(self, value)
         if value is not None:

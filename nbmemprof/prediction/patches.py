@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbmemprof import _optional
+from nbmemprof.prediction import unsupported
 from nbmemprof.prediction.catalogue import GPU
 
 __all__ = ["Changes", "patched", "when_imported"]
@@ -51,6 +52,7 @@ def patched(gpu: GPU, memory: Any) -> Iterator[Changes]:
     try:
         _cuda(torch, gpu, memory, changes)
         _fakes(torch, changes)
+        unsupported.install(torch, changes, memory.record)
         yield changes
     finally:
         changes.undo()
