@@ -259,7 +259,7 @@ def test_the_first_paint_of_case_13_names_fragmentation_and_the_setting_and_the_
         assert "not replayed yet" in text
     replayed.judge(capture)
     later = first.bundle(capture)["text/plain"]
-    assert "it refuses 0 of the requests instead of 1 (replayed)" in later
+    assert "it refuses none of the requests instead of 1 (replayed)" in later
     assert "not replayed" not in later
     advice = mp.advise(capture)
     served = advice.filter(advice["rule"] == "refused").row(0, named=True)
