@@ -2,7 +2,7 @@
 
 Written here and nowhere else, from what a source saw: ``owners`` (storages found in parameters, gradients, optimizer
 state, caches, by address), ``hints`` (of single allocations), ``contexts`` (the phase and module in which an event
-happened). What nobody speaks for is ``unknown``.
+happened); where there are none, from call stacks. What nobody speaks for is ``unknown``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import polars as pl
 
 from nbmemprof import schema
+from nbmemprof._stack_words import by_stacks
 
 __all__ = ["RANK", "attribute"]
 
@@ -21,7 +22,9 @@ _WORDS = ("category", "evidence", "layer", "phase", "step", "op")
 _DEFAULT_POOL = "0_0"
 
 
-def attribute(made: pl.DataFrame, hints: pl.DataFrame | None = None, contexts: pl.DataFrame | None = None, owners: pl.DataFrame | None = None) -> pl.DataFrame:
+def attribute(
+    made: pl.DataFrame, hints: pl.DataFrame | None = None, contexts: pl.DataFrame | None = None, owners: pl.DataFrame | None = None, stacks: pl.DataFrame | None = None
+) -> pl.DataFrame:
     """What is each allocation for, and how is that known?
 
     Parameters
@@ -30,13 +33,15 @@ def attribute(made: pl.DataFrame, hints: pl.DataFrame | None = None, contexts: p
         ``allocations``, every use of an address paired.
     hints, contexts, owners
         Tables of the schema; None or empty where the source saw nothing of the kind.
+    stacks
+        Read where none of the others has a row, as of a file: what they say alone (:mod:`nbmemprof._stack_words`).
 
     Returns
     -------
     ``made`` with ``category evidence layer phase step op`` written anew.
     """
     if not any(table is not None and table.height for table in (hints, contexts, owners)):
-        return made
+        return made if stacks is None else by_stacks(made, stacks)
     rows = made.drop(_WORDS).with_row_index("_row")
     rows = _hinted(rows, hints if hints is not None else schema.empty("hints"))
     rows = _placed(rows, contexts if contexts is not None else schema.empty("contexts"))

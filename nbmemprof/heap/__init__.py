@@ -59,7 +59,8 @@ def build(tables: Mapping[str, pl.DataFrame], **meta: Any) -> Capture:
         parts.append(group.allocations(sizes))
         warnings += group.warnings
     made = pl.concat(parts) if parts else schema.empty("allocations")
-    complete = dict(tables) | {"events": _sized(events, codes, sizes), "allocations": attribute(made, tables.get("hints"), tables.get("contexts"), tables.get("owners"))}
+    watched = [tables.get(name) for name in ("hints", "contexts", "owners", "stacks")]
+    complete = dict(tables) | {"events": _sized(events, codes, sizes), "allocations": attribute(made, *watched)}
     return Capture.build(complete, warnings=warnings, **meta)
 
 

@@ -66,6 +66,7 @@ def test_blocks_that_wait_for_other_streams_are_told_with_what_waits_at_once():
         a.malloc(512, KEEP)
     for block in waiting:
         a.complete(block)
+    a.malloc(512, KEEP)  # whose search finds them done
     asked = {row["site"]: row for row in pools(mp.load(a.snapshot()), replay=False).iter_rows(named=True)}["train.py:5"]
     assert (asked["advice"], asked["pending_count"], asked["saved_bytes"]) == ("stream", 3, sum(b.size for b in waiting))
     row = lines(a)["train.py:5"]  # freed at once, the second and third use the first one's segment
