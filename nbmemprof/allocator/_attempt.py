@@ -91,8 +91,8 @@ class Prepared:
     said: list[str]
 
 
-def prepare(recording: Recording, terms: Terms, leave_out: frozenset[int] = frozenset()) -> Prepared:
-    """Build the model, with the heap before the first event; ``leave_out``: rows that are not taken to be in that heap."""
+def prepare(recording: Recording, terms: Terms) -> Prepared:
+    """Build the model, with the heap before the first event."""
     model = Model(
         terms.settings, rules_of(terms.torch), limit_bytes=terms.limit_bytes, capacity_bytes=terms.capacity_bytes, card_bytes=terms.card_bytes, records=4096 + 4 * recording.segments.height
     )
@@ -100,7 +100,7 @@ def prepare(recording: Recording, terms: Terms, leave_out: frozenset[int] = froz
         model.add_pool(no_split=name in terms.whole)
     trace = recording.bind(model)
     rows = np.zeros(2 * max(recording.rows.height, 1), np.int64)
-    said = [] if terms.empty else recording.lay_out(model, rows, leave_out, terms.later)
+    said = [] if terms.empty else recording.lay_out(model, rows, terms.later)
     seen = _seen_empty_caches(recording)
     bursts = int(((recording.kind == M.SEGMENT_FREE) | (recording.kind == M.SEGMENT_UNMAP)).sum())
     moments = np.full(2 * (bursts if seen is None else len(seen)) + 2, -1, np.int64)

@@ -37,15 +37,18 @@ class Division:
         self.found.recording.pool_names[:] = self.names
 
 
-def reroute(found: Followed, again: Callable[[], Followed]) -> list[Division]:
+def reroute(found: Followed, again: Callable[[], Followed], tries: int | None = None) -> list[Division]:
     """Whether segments that are gone at the end were private pools': a segment is taken for one where the trace is then followed further.
 
     At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
     A pool gives its segments back when it has gone, so those that went together are tried as one pool first.
     Returns the division that the recording tells, then those with which the trace was followed further and further; the last is in the recording.
+    ``tries``: how often the trace is followed at most.
     """
     recording = found.recording
     search = _Search(recording, again)
+    if tries is not None:
+        search.tries = min(search.tries, tries)
     trail = [Division.of(found)]
     while not found.exact and search.tries > 0:
         step = search.step(found)

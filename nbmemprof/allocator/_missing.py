@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from nbmemprof.allocator import _blocks, _run
 from nbmemprof.allocator import _memory as M
-from nbmemprof.allocator import _run
 from nbmemprof.allocator._attempt import ACTIONS, Followed, Prepared, end_differs, mismatch_at, prepare
 from nbmemprof.allocator._link import worth
 from nbmemprof.allocator._recording import Recording
@@ -148,12 +148,12 @@ class Trials:
         self.work = 12 * self.end
         self.budget = _INTERPRETED if worth(_run.run, self.work) is None else _COMPILED
         self.spent = 0
-        self._kept: dict[tuple[int, frozenset[int]], Prepared] = {}
+        self._kept: dict[tuple[int, int], Prepared] = {}  # by event and the row that is not there at the beginning
 
     # ------------------------------------------------------------------ places
     def places(self, suspect: Suspect) -> _Found | None:
         """Where the event can have been; None where it explains nothing."""
-        if suspect.low > suspect.high:
+        if suspect.low > suspect.high or not self._helps(suspect):
             return None
         where = self._open(suspect)
         if suspect.kind == M.ALLOC:
@@ -232,6 +232,40 @@ class Trials:
             most -= 1
         return least, most
 
+    # ------------------------------------------------------------------ blocks that were not there at the beginning
+    def _row_before(self, suspect: Suspect) -> int:
+        """Row that is taken to be in the heap before the first event, though its alloc is what may be missing; -1 for none."""
+        there = suspect.kind == M.ALLOC and not self.found.terms.empty and 0 <= suspect.row < self.recording.rows.height
+        return suspect.row if there else -1
+
+    def _helps(self, suspect: Suspect) -> bool:
+        """Whether the trace is followed further when the block is not there at the beginning."""
+        row = self._row_before(suspect)
+        if row < 0:
+            return True
+        state = self._copy(self._beginning(row))
+        m = state.model.m
+        m[M.STOP] = min([(self.at + 1) * M.WORDS, *self.recording.lost])
+        state.model.run(state.trace, state.trace, state.rows, state.moments, work=self.work)
+        self.spent += int(state.model.m[M.AT]) // M.WORDS + self.end // 100
+        return not state.model.m[M.WRONG] or int(state.model.m[M.AT]) > self.at * M.WORDS
+
+    def _beginning(self, row: int) -> Prepared:
+        """The heap before the first event; without the block of a row."""
+        if (0, -1) not in self._kept:
+            self._kept[0, -1] = prepare(self.recording, self.found.terms)
+        if row < 0 or (0, row) in self._kept:
+            return self._kept[0, row]
+        state = self._copy(self._kept[0, -1])
+        m: Any = state.model.m.data
+        block = int(state.rows[2 * row])
+        if block and m[block + M.STATE] == M.LIVE:
+            m[M.MODE] = M.MUTE
+            _blocks.free(m, m, block, 0)
+            m[M.MODE] = M.FED
+        state.rows[2 * row] = 0
+        return state
+
     # ------------------------------------------------------------------ one trial
     def run(self, suspect: Suspect, place: int, until: int | None = None) -> int:
         """Put the event in before this one and follow; returns the first event that differs, ``end`` where only the final picture does, ``end + 1`` where nothing does."""
@@ -241,9 +275,12 @@ class Trials:
         m = model.m
         event = np.asarray([suspect.kind, suspect.addr, suspect.size, suspect.stream, suspect.row, self._extra(suspect, model)], np.int64)
         trace = state.trace
-        if suspect.uses:
+        table = trace.reshape(-1, M.WORDS)
+        at_once = suspect.kind == M.FREE_COMPLETED and place > 0 and table[place - 1, M.T_KIND] == M.FREE_REQUESTED and table[place - 1, M.T_ROW] == suspect.row
+        if suspect.uses or at_once:
             trace = trace.copy()
             trace.reshape(-1, M.WORDS)[list(suspect.uses), M.T_ROW] = suspect.row
+            trace[at - M.WORDS + M.T_POOL] *= not at_once
         trace = np.concatenate([trace[:at], event, trace[at:]])
         if state.seen:
             state.moments[0::2][state.moments[0::2] > at] += M.WORDS
@@ -267,20 +304,20 @@ class Trials:
 
     def _state(self, suspect: Suspect, place: int) -> Prepared:
         """Return the trace followed up to a place from which what comes before the suspect's is decided; from the beginning where that reads too far."""
-        out = frozenset([suspect.row]) if suspect.kind == M.ALLOC and not self.found.terms.empty and 0 <= suspect.row < self.recording.rows.height else frozenset()
-        kind, before = self.recording.kind, min(suspect.low, place, self.at)
+        kind, row = self.recording.kind, self._row_before(suspect)
+        before = min(suspect.low - (suspect.kind == M.FREE_COMPLETED), place, self.at)
         while before > 0 and kind[before - 1] not in (M.ALLOC, M.OOM, M.FREE_REQUESTED):
             before -= 1
-        if (0, out) not in self._kept:
-            self._kept[0, out] = prepare(self.recording, self.found.terms, out)
-        if (before, out) not in self._kept:
-            state = self._copy(self._kept[0, out])
+        if (0, row) not in self._kept:
+            self._kept[0, row] = self._beginning(row)
+        if (before, row) not in self._kept:
+            state = self._copy(self._kept[0, row])
             state.model.m[M.STOP] = min([before * M.WORDS, *self.recording.lost])
             state.model.run(state.trace, state.trace, state.rows, state.moments, work=self.work)
             self.spent += before
-            self._kept[before, out] = state
-        state = self._kept[before, out]
-        return self._kept[0, out] if state.model.m[M.WRONG] or state.model.m[M.AT] > place * M.WORDS else state
+            self._kept[before, row] = state
+        state = self._kept[before, row]
+        return self._kept[0, row] if state.model.m[M.WRONG] or state.model.m[M.AT] > place * M.WORDS else state
 
     @staticmethod
     def _copy(state: Prepared) -> Prepared:

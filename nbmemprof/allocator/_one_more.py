@@ -24,6 +24,7 @@ __all__ = ["certain", "divided_with_one_more"]
 
 _BACK = 8  # divisions from which the search goes on: the last one that explains all before the lost event is among the last
 _EACH = 6  # suspects that are put in at each
+_TRIES, _FOLLOWED = 400, 600_000  # attempts in all, and events in them: 6 s at most
 
 
 def certain(found: Followed) -> Suspect | None:
@@ -34,6 +35,7 @@ def certain(found: Followed) -> Suspect | None:
 
 def divided_with_one_more(trail: list[Division]) -> Division | None:
     """Return a division under which the trace lacks one event and nothing else; None where none was found. It is in the recording then."""
+    left = [min(_TRIES, _FOLLOWED // trail[0].found.recording.events.height)]
     for division in trail[: -_BACK - 1 : -1]:
         division.apply()
         trials, found = Trials(division.found), []
@@ -44,21 +46,26 @@ def divided_with_one_more(trail: list[Division]) -> Division | None:
             if trials.spent > trials.budget:
                 break
         for place in sorted(found, key=lambda f: -f.reached)[:_EACH]:
-            whole = _followed_with(division, place.suspect, place.high)
+            whole = _followed_with(division, place.suspect, place.high, left) if left[0] > 0 else None
             if whole is not None:
                 return whole
     return None
 
 
-def _followed_with(division: Division, suspect: Suspect, place: int) -> Division | None:
-    """Go on with the event put in; None where that does not come to the end."""
+def _followed_with(division: Division, suspect: Suspect, place: int, left: list[int]) -> Division | None:
+    """Go on with the event put in; None where that does not come to the end. ``left``: attempts that are left, counted down."""
     division.apply()
     recording, terms = division.found.recording, division.found.terms
     longer = with_event(recording, suspect, place)
     if longer is None:
         return None
-    found = attempt(longer, terms)
-    last = Division.of(found) if found.exact else reroute(found, lambda: attempt(longer, terms))[-1]
+
+    def again() -> Followed:
+        left[0] -= 1
+        return attempt(longer, terms)
+
+    found = again()
+    last = Division.of(found) if found.exact else reroute(found, again, left[0])[-1]
     if not last.found.exact:
         return None
     asks, pools = _asks(recording), _table(longer)[np.arange(len(longer.kind)) != place, M.T_POOL]

@@ -218,8 +218,8 @@ class Recording:
         with_stacks = made["stack_id"].null_count() < made.height
         return first.height > 1 or (with_stacks and first.filter(stack.is_not_null()).is_empty())
 
-    def lay_out(self, model: Model, rows: Words, leave_out: frozenset[int] = frozenset(), later: frozenset[int] = frozenset()) -> list[str]:
-        """Build the heap as it was before the first event, without the rows to leave out and the segments that came later; returns what had to be assumed."""
+    def lay_out(self, model: Model, rows: Words, later: frozenset[int] = frozenset()) -> list[str]:
+        """Build the heap as it was before the first event, without the segments that came later; returns what had to be assumed."""
         first = int(self.curve.seq[0]) - 1
         segments = self.first_segments()
         if later:
@@ -227,7 +227,7 @@ class Recording:
         blocks = heap.blocks_at(self.capture, first).filter(heap.matches(self.key)).sort("addr")
         start = np.flatnonzero(self.at_start)
         row_of = dict(zip(int64(self.rows["addr"])[start].tolist(), start.tolist(), strict=True))
-        return _Layout(model, rows, row_of, self.pool_names, self.pending_at_start).build(segments, _freed(blocks, {a for a, row in row_of.items() if row in leave_out}))
+        return _Layout(model, rows, row_of, self.pool_names, self.pending_at_start).build(segments, blocks)
 
 
 class _Layout:
@@ -343,19 +343,6 @@ class _Layout:
         m = self.model.m
         for at in (*range(M.ALLOCATION, M.OVERSIZE_ALLOCATIONS, 4), M.OVERSIZE_ALLOCATIONS, M.OVERSIZE_SEGMENTS):
             m[at + 1], m[at + 2], m[at + 3] = m[at], 0, 0
-
-
-def _freed(blocks: pl.DataFrame, addrs: set[int]) -> pl.DataFrame:
-    """The picture with the blocks at these addresses free, and joined to their free neighbours."""
-    if not addrs:
-        return blocks
-    signed = pl.col("addr").reinterpret(signed=True) if blocks.schema["addr"] == pl.UInt64 else pl.col("addr")
-    state = pl.when(signed.is_in(sorted(addrs))).then(pl.lit("inactive")).otherwise(pl.col("state").cast(pl.String))
-    blocks = blocks.with_columns(state.alias("state"))
-    free = pl.col("state") == "inactive"
-    joins = free & free.shift(1, fill_value=False) & (pl.col("segment_addr") == pl.col("segment_addr").shift(1))
-    run = blocks.with_columns((~joins.fill_null(value=False)).cum_sum().alias("run"))
-    return run.group_by("run", maintain_order=True).agg(pl.col("size_bytes").sum(), pl.exclude("run", "size_bytes").first()).select(blocks.columns)
 
 
 def _only(rows: pl.DataFrame, key: tuple[Any, ...]) -> bool:

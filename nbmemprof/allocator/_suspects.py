@@ -49,6 +49,7 @@ def suspects(found: Followed) -> Iterator[Suspect]:
     yield from clues.half_frees()
     yield from clues.expected()
     yield from clues.allocs()
+    yield from clues.there_before()
     yield from clues.segments_gone()
     yield from clues.segments_never_made()
     yield from clues.refusals()
@@ -197,6 +198,15 @@ class _Clues:
         stream = int64(r.rows["stream"])[rows]
         for i in np.flatnonzero(keep).tolist():
             yield int(evidence[i]), int(begin[i]), int(asked[i]), int(asked[i]), int(stream[i]), int(rows[i]), ()
+
+    def there_before(self) -> Iterator[Suspect]:
+        """Any allocation that was there before the first event, as walking back from the end has it."""
+        r = self.recording
+        rows = np.flatnonzero(r.at_start) if not self.found.terms.empty else np.zeros(0, np.int64)
+        addr, asked, stream = (int64(r.rows[name])[rows].tolist() for name in ("addr", "requested_bytes", "stream"))
+        ends = np.minimum(np.searchsorted(r.curve.seq, r.rows["free_seq"].fill_null(np.iinfo(np.int64).max).to_numpy()[rows]), self.end).tolist()
+        for row, at, size, of, end in zip(rows.tolist(), addr, asked, stream, ends, strict=True):
+            yield Suspect(M.ALLOC, at, size, of, 0, end, row, (), r.pool_at(at, min(end, self.end - 1)))
 
     def _free_since(self, addr: int, bytes_: int, before: int) -> int:
         """Return the first place at which nothing else holds this range and there is memory below it."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import pickle
+
 import numpy as np
 import pytest
-from recorded import of_requests, of_script, of_trace, requests, snapshot
+from recorded import FOLDER, of_requests, of_script, of_trace, requests, snapshot
 
 import nbmemprof as mp
 from nbmemprof.allocator import Device, verdict
@@ -87,6 +90,16 @@ def test_where_private_pools_are_gone_the_place_follows_from_the_events_before_a
     assert low <= at <= high == mismatch["index"]
     assert (mismatch["missing"]["action"], mismatch["missing"]["addr"]) == (event["action"], event["addr"])
     assert (low == high) == certain
+
+
+@pytest.mark.cost(0.3)
+def test_in_a_recording_that_began_in_the_middle_of_a_run_a_block_without_its_alloc_was_not_there_at_the_beginning():
+    """Walking back from the end has it there from the start; then other requests would have gone elsewhere from event 12 on."""
+    whole = pickle.loads(gzip.decompress((FOLDER.parent / "h200" / "midrun.pickle.gz").read_bytes()))
+    at = 2478
+    mismatch = judged(without(whole, at))["first_mismatch"]
+    assert (mismatch["noticed"], mismatch["between"]) == (12, [2477, 2478])
+    assert mismatch["missing"]["addr"] == whole["device_traces"][0][at]["addr"]
 
 
 @pytest.mark.cost(0.05)
