@@ -15,11 +15,11 @@ from types import FunctionType
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import adopting
-from nbmemprof.prediction.earlier import Earlier, read
+from nbmemprof.prediction import adopting, imported
+from nbmemprof.prediction.earlier import Earlier, closed_over, read
 from nbmemprof.units import format_bytes
 
-__all__ = ["BEFORE", "again", "on_the_cpu", "reading"]
+__all__ = ["BEFORE", "again", "closures", "decided", "of_modules", "on_the_cpu", "reading"]
 
 BEFORE = "before the call"  # stands for the lines of what was there before, where they are not known
 
@@ -29,28 +29,99 @@ def reading(call: Iterable[Any]) -> list[tuple[FunctionType, Earlier]]:
     torch = _optional.loaded("torch")
     if torch is None or torch.cuda.is_available():
         return []
-    found = [(function, read(_texts(function.__globals__))) for function in _functions(call)]
-    return [(function, earlier) for function, earlier in found if earlier.again or earlier.placed]
+    known = imported.modules()
+    found = []
+    for function in _functions(call):
+        others = {name: one for name, one in known.items() if vars(sys.modules[name]) is not function.__globals__}
+        found.append((function, read(_texts(function.__globals__), others)))
+    return found
 
 
 def again(torch: Any, session: Any, found: list[tuple[FunctionType, Earlier]]) -> None:
     """In the child: decide it as on a GPU, move what the functions use of what would have been there, and say so."""
     for function, earlier in found:
         namespace, names = function.__globals__, _reached(function)
-        before = {name: repr(namespace.get(name)) for name in earlier.hanging}
-        for statement in earlier.again:
-            with contextlib.suppress(Exception):  # names that are gone: the function itself will say so
-                exec(statement, namespace)  # noqa: S102 - the user's own statement, again
-        for name in sorted(earlier.hanging):
-            if name in namespace and repr(namespace[name]) != before[name]:
-                session.record.assume(f"decided as on a GPU: {name} = {namespace[name]!r}")
+        changed = [*decided(namespace, earlier), *closures([function, *(namespace.get(name) for name in names)], earlier)]
         with session.lines.before(BEFORE) as before:
-            moved = adopting.adopt(torch, session, {name: namespace[name] for name in sorted(earlier.placed & names) if name in namespace})
+            moved = adopting.adopt(torch, session, {name: namespace[name] for name in sorted(earlier.placed & names) if name in namespace} | of_modules(earlier, names))
         adopting.name_lines(torch, session, namespace, {name: (_file(namespace, text), line) for name, (text, line) in earlier.lines.items() if name in names}, before)
+        for what in changed:
+            session.record.assume(f"decided as on a GPU: {what}")
         for name, size in moved.moved.items():
             session.record.assume(f"taken as on the GPU, where it would have been put: {name} ({format_bytes(size)})")
         for name, why in moved.left.items():
             session.record.assume(f"left on the CPU: {name} ({why})")
+
+
+def decided(namespace: dict[str, Any], earlier: Earlier) -> list[str]:
+    """In the child: run the statements again, in modules first; returns what came out otherwise, in words."""
+    changed: list[str] = []
+    for name, inner in earlier.modules.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            changed += [f"{name}.{what}" for what in decided(vars(module), inner)]
+    before = {name: repr(namespace.get(name)) for name in earlier.hanging}
+    for statement in earlier.again:
+        with contextlib.suppress(Exception):  # names that are gone: the function itself will say so
+            exec(statement, namespace)  # noqa: S102 - the user's own statement, again
+    changed += [f"{name} = {namespace[name]!r}" for name in sorted(earlier.hanging) if name in namespace and repr(namespace[name]) != before[name]]
+    for function, argument, expression in earlier.defaults:
+        with contextlib.suppress(Exception):
+            value = eval(expression, namespace)  # noqa: S307 - as above
+            changed += [f"{function}({argument}={value!r})"] if _redefault(eval(function, namespace), argument, value) else []  # noqa: S307
+    for name, attribute, expression in earlier.fields:
+        with contextlib.suppress(Exception):
+            value = eval(expression, namespace)  # noqa: S307
+            changed += [f"{name}.{attribute} = {value!r}"] if repr(getattr(namespace[name], attribute)) != repr(value) else []
+            setattr(namespace[name], attribute, value)
+    return changed
+
+
+def of_modules(earlier: Earlier, names: set[str]) -> dict[str, Any]:
+    """What the user's modules would have put on the GPU when they were imported, of what goes by these names."""
+    found = {f"{name}.{one}": vars(sys.modules[name]).get(one) for name, inner in earlier.modules.items() if name in sys.modules for one in sorted(inner.placed & names)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _redefault(function: Any, argument: str, value: Any) -> bool:
+    """Give an argument another default; whether it is another."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    names, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    if argument in names[len(names) - len(defaults) :]:
+        place = names.index(argument) - len(names) + len(defaults)
+        before = defaults[place]
+        function.__defaults__ = (*defaults[:place], value, *defaults[place + 1 :])
+    elif argument in (function.__kwdefaults__ or {}):
+        before = function.__kwdefaults__[argument]
+        function.__kwdefaults__[argument] = value
+    else:
+        return False
+    return repr(before) != repr(value)
+
+
+def closures(functions: Iterable[Any], earlier: Earlier) -> list[str]:
+    """Variables of the functions around these that say ``cpu``, bound anew where their text shows that they hang on a GPU; what changed, in words."""
+    changed = []
+    for function in functions:
+        if not isinstance(function, FunctionType) or not function.__closure__:
+            continue
+        code = function.__code__
+        for variable, cell in zip(code.co_freevars, function.__closure__, strict=True):
+            with contextlib.suppress(Exception):  # a cell that is empty
+                if str(cell.cell_contents) != "cpu":
+                    continue
+                found = (closed_over(text, code.co_name, code.co_firstlineno, variable, earlier) for text in _texts_of(function))
+                expression = next((one for one in found if one is not None), None)
+                if expression is not None:
+                    cell.cell_contents = eval(expression, function.__globals__)  # noqa: S307 - the user's own, again
+                    changed.append(f"{variable} = {cell.cell_contents!r} in {function.__qualname__.rpartition('.<locals>')[0]}")
+    return changed
+
+
+def _texts_of(function: FunctionType) -> list[str]:
+    """The code in which a function stands."""
+    lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
+    return ["".join(lines)] if lines else _texts(function.__globals__)
 
 
 def on_the_cpu(call: Iterable[Any], named: dict[str, Any]) -> list[str]:

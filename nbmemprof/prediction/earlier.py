@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Earlier", "read"]
+__all__ = ["Earlier", "closed_over", "read"]
 
 _ASKED = {"is_available", "device_count", "is_built"}  # torch.cuda's questions whose answer is another on a GPU
 _WORDS = _ASKED | {"device", "str", "bool", "int", "getenv", "get", "current_device", "get_device_name"}  # calls that may be made again
@@ -25,11 +25,19 @@ class Earlier:
     placed: set[str] = field(default_factory=set)
     hanging: set[str] = field(default_factory=set)  # every name that hangs on the answer
     lines: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → which text and line bound it last, or put it on the device
+    defaults: list[tuple[str, str, str]] = field(default_factory=list)  # function, its argument, the default to be evaluated again
+    fields: list[tuple[str, str, str]] = field(default_factory=list)  # object, its attribute, what that is to be
+    modules: dict[str, Earlier] = field(default_factory=dict)  # of the user's own, that decided when they were imported
+    classes: dict[str, dict[str, str]] = field(default_factory=dict)  # class → what its objects have that hangs on the answer
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be decided again."""
+        return bool(self.again or self.placed or self.defaults or self.fields or self.modules)
 
 
-def read(cells: Iterable[str]) -> Earlier:
-    """Read cells in the order in which they ran; what does not parse is left out."""
-    found = Earlier()
+def read(cells: Iterable[str], modules: dict[str, Earlier] | None = None) -> Earlier:
+    """Read cells in the order in which they ran; what does not parse is left out. ``modules``: what is known of those that they import from."""
+    found = Earlier(modules=dict(modules or {}))
     for number, cell in enumerate(cells):
         try:
             tree = ast.parse(cell)
@@ -47,7 +55,9 @@ def _bound(statement: ast.stmt) -> Iterator[tuple[str, int]]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
     for node in ast.walk(statement):
-        if isinstance(node, ast.stmt):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((one.asname or one.name, node.lineno) for one in node.names)
+        elif isinstance(node, ast.stmt):
             yield from ((name, node.lineno) for name in _targets(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda") and (base := _base(node.func)):
             yield base, node.lineno
@@ -59,6 +69,10 @@ def _statement(node: ast.stmt, found: Earlier) -> None:
             found.hanging.add(node.name)
             if isinstance(node, ast.ClassDef):
                 _class_words(node, found)
+            else:
+                _default_words(node, node.name, found)
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        _import(node, found)
     elif isinstance(node, ast.If) and _hangs(node.test, found) and all(_is_words(inner) for inner in [*node.body, *node.orelse]):
         found.again.append(ast.unparse(_without_calls(node)))
         found.hanging |= {name for inner in [*node.body, *node.orelse] for name in _targets(inner)}
@@ -84,6 +98,10 @@ def _assignment(node: ast.Assign | ast.AnnAssign | ast.AugAssign, found: Earlier
     elif not _hangs(node.value, found):
         found.hanging -= names
         found.placed -= names
+    elif _has_fields(node.value, found):
+        attributes = found.classes[ast.unparse(node.value.func)]  # type: ignore[attr-defined]
+        found.fields += [(name, attribute, expression) for name in sorted(names) for attribute, expression in attributes.items()]
+        found.hanging |= {f"{name}.{attribute}" for name in names for attribute in attributes}
     elif _is_words(node):
         found.again.append(ast.unparse(node))
         found.hanging |= names
@@ -101,16 +119,101 @@ def _is_scaler(value: ast.expr, found: Earlier) -> bool:
 
 
 def _class_words(node: ast.ClassDef, found: Earlier) -> None:
-    """``class Config: device = …``: set on the class that is there."""
+    """``class Config: device = …``: set on the class that is there; what its objects are given in ``__init__``, and its methods' defaults."""
+    attributes: dict[str, str] = {}
     for inner in node.body:
         if isinstance(inner, (ast.Assign, ast.AnnAssign)) and inner.value is not None and _hangs(inner.value, found) and _is_words(inner):
-            found.again += [f"{node.name}.{name} = {ast.unparse(inner.value)}" for name in sorted(_targets(inner))]
+            for name in sorted(_targets(inner)):
+                found.again.append(f"{node.name}.{name} = {ast.unparse(inner.value)}")
+                found.defaults.append((f"{node.name}.__init__", name, f"{node.name}.{name}"))  # of a dataclass
+                attributes[name] = f"{node.name}.{name}"
+        elif isinstance(inner, ast.FunctionDef):
+            _default_words(inner, f"{node.name}.{inner.name}", found)
+            if inner.name == "__init__":
+                own = {one.arg for one in ast.walk(inner.args) if isinstance(one, ast.arg)}
+                for statement in inner.body:
+                    if isinstance(statement, ast.Assign) and _hangs(statement.value, found) and _is_words(statement) and not own & _names(statement.value):
+                        attributes |= {one.attr: ast.unparse(statement.value) for one in statement.targets if isinstance(one, ast.Attribute)}
+    if attributes:
+        found.classes[node.name] = attributes
+
+
+def _has_fields(value: ast.expr, found: Earlier) -> bool:
+    """``Config()``, of a class whose objects have what hangs on the answer, and none of that is given."""
+    name = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    return name in found.classes and not value.args and not {word.arg for word in value.keywords} & {None, *found.classes[name]}  # type: ignore[attr-defined]
+
+
+def _default_words(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str, found: Earlier) -> None:
+    """``def step(batch, device=device)``: the default again."""
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    given = [*zip(arguments[len(arguments) - len(node.args.defaults) :], node.args.defaults, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+    for argument, default in given:
+        if default is not None and _hangs(default, found) and _is_words(ast.Assign([], default)):
+            found.defaults.append((name, argument.arg, ast.unparse(default)))
+
+
+def _import(node: ast.Import | ast.ImportFrom, found: Earlier) -> None:
+    """Names from a module that decided when it was imported."""
+    if isinstance(node, ast.Import):
+        for one in node.names:
+            known = found.modules.get(one.name)
+            if known is not None:
+                found.hanging |= {f"{one.asname or one.name}.{name}" for name in known.hanging | known.placed}
+                found.classes |= {f"{one.asname or one.name}.{name}": _of_module(attributes, one.name) for name, attributes in known.classes.items()}
+        return
+    known = found.modules.get(node.module or "")
+    for one in node.names if known is not None and not node.level else ():
+        name = one.asname or one.name
+        if one.name in known.placed:  # type: ignore[union-attr]
+            found.placed.add(name)
+            found.hanging.add(name)
+        elif one.name in known.hanging:  # type: ignore[union-attr]
+            found.again.append(ast.unparse(ast.ImportFrom(node.module, [one], 0)))
+            found.hanging.add(name)
+            if one.name in known.classes:  # type: ignore[union-attr]
+                found.classes[name] = _of_module(known.classes[one.name], node.module or "")  # type: ignore[union-attr]
+
+
+def _of_module(attributes: dict[str, str], module: str) -> dict[str, str]:
+    """Expressions that hold in a module, to be evaluated elsewhere."""
+    return {name: f"eval({expression!r}, vars(__import__('sys').modules[{module!r}]))" for name, expression in attributes.items()}
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def closed_over(text: str, name: str, line: int, variable: str, found: Earlier) -> str | None:
+    """What a variable of the function around another was bound to, where that hangs on the answer and on globals alone.
+
+    Parameters
+    ----------
+    name, line
+        Of the inner function, as its code object has them.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    for outer in ast.walk(tree):
+        if not isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        own = {one.arg for one in ast.walk(outer.args) if isinstance(one, ast.arg)} | {target for one in ast.walk(outer) for target in (_targets(one) if isinstance(one, ast.stmt) else ())}
+        inner = (one for one in ast.walk(outer) if one is not outer and isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+        if not any(getattr(one, "name", "<lambda>") == name and min([one.lineno, *(d.lineno for d in getattr(one, "decorator_list", ()))]) == line for one in inner):
+            continue
+        bound = [one for one in outer.body if isinstance(one, ast.Assign) and _targets(one) == {variable}]
+        if len(bound) == 1 and _hangs(bound[0].value, found) and _is_words(bound[0]) and not own & _names(bound[0].value):
+            return ast.unparse(bound[0].value)
+    return None
 
 
 def _hangs(node: ast.AST, found: Earlier) -> bool:
     """Whether a piece of code asks for the device, or uses a name that hangs on the answer."""
     return any(
-        (isinstance(one, ast.Attribute) and one.attr in _ASKED and _base(one) != "os") or (isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load) and one.id in found.hanging)
+        (isinstance(one, ast.Attribute) and ((one.attr in _ASKED and _base(one) != "os") or (isinstance(one.value, ast.Name) and f"{one.value.id}.{one.attr}" in found.hanging)))
+        or (isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load) and one.id in found.hanging)
         for one in ast.walk(node)
     )
 

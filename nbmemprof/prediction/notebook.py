@@ -17,7 +17,7 @@ import polars as pl
 
 from nbmemprof import _optional, schema
 from nbmemprof.capture import Capture
-from nbmemprof.prediction import calibrating, carrying, feed, serving
+from nbmemprof.prediction import calibrating, carrying, feed, imported, serving
 from nbmemprof.prediction.catalogue import GPU, find
 from nbmemprof.prediction.child import Child, Limits, PredictionFailed, forked, fresh, refuses_fork
 from nbmemprof.prediction.earlier import Earlier, read
@@ -160,11 +160,10 @@ def _listen(shell: Any, child: Child, wanted: Asked, *, silent: bool) -> Hearing
 
 def _earlier(history: Sequence[str]) -> Earlier:
     """What earlier cells decided for want of a GPU; nothing where there is one."""
-    found = read(history)
     torch = _optional.loaded("torch")
-    if torch is None or not (found.again or found.placed) or torch.cuda.is_available():
-        return Earlier(lines=found.lines)
-    return found
+    here = torch is not None and not torch.cuda.is_available()
+    found = read(history, imported.modules() if here else None)
+    return found if here else Earlier(lines=found.lines)
 
 
 def _number_of(shell: Any, text: str, other: int) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.prediction import adopting, aside, calibrating, carrying
+from nbmemprof.prediction import adopting, aside, calibrating, carrying, deciding
 from nbmemprof.prediction.catalogue import GPU
 from nbmemprof.prediction.earlier import Earlier
 from nbmemprof.prediction.engine import Session
@@ -242,16 +242,13 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
 def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[str], None]) -> list[str]:
     """Decide again what hung on a GPU, and move what would have been on it; returns what is to be said of it."""
     namespace, said = shell.user_ns, []
-    before = {name: repr(namespace.get(name)) for name in job.earlier.hanging}
-    for statement in job.earlier.again:
-        with contextlib.suppress(Exception):  # names that are gone: the cell itself will say so
-            exec(statement, namespace)  # noqa: S102 - the user's own statement, again
-    changed = [name for name, text in before.items() if repr(namespace.get(name)) != text]
+    changed = deciding.decided(namespace, job.earlier)
+    changed += deciding.closures(list(namespace.values()), job.earlier)
     if changed:
-        said.append(f"decided as on a GPU: {', '.join(f'{name} = {namespace[name]!r}' for name in sorted(changed) if name in namespace)}")
+        said.append(f"decided as on a GPU: {', '.join(changed)}")
     live = {name: value for name, value in namespace.items() if not name.startswith("_") and name in job.earlier.placed}
     with session.lines.before(BEFORE) as before:
-        adopted = adopting.adopt(torch, session, live)
+        adopted = adopting.adopt(torch, session, live | deciding.of_modules(job.earlier, set(re.findall(r"\w+", job.text))))
     adopting.name_owners(torch, session, session.carried)
     adopting.name_lines(torch, session, namespace, {name: (f"In[{cell}]", line) for name, (cell, line) in job.earlier.lines.items()}, before)
     if adopted.moved:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,6 +34,38 @@ def peak(capture) -> int:
     return mp.summary(capture)["peak_allocated_bytes"].max()
 
 
+@dataclass
+class Options:
+    lr: float = 1e-3
+    place: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+options = Options(lr=1e-2)
+chosen_elsewhere: Any = None  # a module that a test imports
+
+
+def by_default(size: int, place: str = device) -> torch.Tensor:
+    return torch.zeros(size, MIB // 4, device=place)
+
+
+def around():
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def inner() -> torch.Tensor:
+        return torch.zeros(2, MIB // 4, device=place)
+
+    return inner
+
+
+closed = around()
+
+
+def everywhere() -> None:
+    held = [by_default(1), closed(), torch.zeros(4, MIB // 4, device=options.place), torch.zeros(8, MIB // 4, device=Options().place)]
+    held.append(torch.zeros(16, MIB // 4, device=chosen_elsewhere.place))
+    held.append(chosen_elsewhere.table + 0)
+
+
 class Odd(Exception):
     def __init__(self, code: int, words: str) -> None:
         super().__init__(f"{words} ({code})")
@@ -56,6 +91,18 @@ def test_a_device_chosen_above_the_function_is_chosen_again_and_prints_are_shown
     assert f"Assumed: {'; '.join(said[:3])}" in text.report(capture)
     assert not any("other" in one for one in said)  # no function of the call uses it
     assert (device, weights.device.type) == ("cpu", "cpu")
+
+
+@pytest.mark.cost(0.5)
+def test_defaults_closures_fields_and_imported_modules_are_decided_again(tmp_path, monkeypatch):
+    (tmp_path / "chosen_elsewhere.py").write_text("import torch\nplace = 'cuda' if torch.cuda.is_available() else 'cpu'\ntable = torch.zeros(32, 1 << 18).to(place)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(globals(), "chosen_elsewhere", importlib.import_module("chosen_elsewhere"))
+    capture = mp.predict(everywhere)
+    assert capture.events.filter(capture.events["action"] == "alloc")["requested_bytes"].sum() == (1 + 2 + 4 + 8 + 16 + 2 * 32) * MIB
+    said = [one["what"] for one in capture.meta["assumptions"]]
+    assert {f"decided as on a GPU: {one}" for one in ("by_default(place='cuda')", "place = 'cuda' in around", "options.place = 'cuda'", "chosen_elsewhere.place = 'cuda'")} <= set(said)
+    assert (by_default.__defaults__, options.place, closed().device.type) == (("cpu",), "cpu", "cpu")  # here nothing changed
 
 
 @pytest.mark.cost(3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbmemprof.prediction.earlier import read
+from nbmemprof.prediction.earlier import closed_over, read
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,41 @@ def test_cells_that_do_not_ask_or_do_not_parse_say_nothing():
 def test_what_prints_is_not_run_again():
     (statement,) = read(["if torch.cuda.is_available():\n    device = 'cuda'\nelse:\n    device = 'cpu'\n    print('slow')"]).again
     assert "print" not in statement
+
+
+DEVICE = "device = 'cuda' if torch.cuda.is_available() else 'cpu'"
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ([DEVICE, "def step(batch, lr=1e-3, device=device):\n    pass"], [("step", "device", "device")]),
+        ([DEVICE, "def step(batch, *, on=device, off='cpu'):\n    pass"], [("step", "on", "device")]),
+        ([DEVICE, "class Net:\n    def __init__(self, device=device):\n        pass"], [("Net.__init__", "device", "device")]),
+        ([DEVICE, "def step(net=Net().to(device)):\n    pass"], []),  # no words: it would be built again
+    ],
+)
+def test_a_default_that_hangs_on_a_gpu_is_evaluated_again(cells, said):
+    assert read(cells).defaults == said
+
+
+def test_an_object_of_a_class_that_looks_for_a_gpu_has_its_field_set_unless_it_was_given():
+    cells = ["class A:\n    def __init__(self, lr=1):\n        self.lr = lr\n        self.device = 'cuda' if torch.cuda.is_available() else 'cpu'", "a = A(lr=2)\nb = A(device='cpu')\nnet = Net().to(a.device)"]
+    found = read(cells)
+    assert [(name, attribute) for name, attribute, _ in found.fields] == [("a", "device")]
+    assert "net" in found.placed
+
+
+def test_names_from_a_module_that_looked_for_a_gpu_are_imported_again():
+    known = {"config": read([DEVICE, "table = torch.zeros(3).to(device)\nwidth = 8"])}
+    found = read(["from config import device as place, width, table\nimport config as c", "x = Net(width)\ny = Net(c.width).to(c.device)"], known)
+    assert found.again == ["from config import device as place"]
+    assert found.placed == {"table", "y"}
+
+
+def test_a_variable_of_the_function_around_is_found_where_it_hangs_on_globals_alone():
+    text = "def outer(a):\n    on = 'cuda' if torch.cuda.is_available() else 'cpu'\n    of = a if torch.cuda.is_available() else 'cpu'\n    def inner():\n        return on, of\n    return inner"
+    found = read([])
+    assert closed_over(text, "inner", 4, "on", found) == "'cuda' if torch.cuda.is_available() else 'cpu'"
+    assert closed_over(text, "inner", 4, "of", found) is None
+    assert closed_over(text, "other", 4, "on", found) is None
