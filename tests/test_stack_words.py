@@ -58,6 +58,15 @@ def test_frames_of_torch_and_the_thread_of_autograd_tell_what_a_block_is_for():
     }  # fmt: skip
 
 
+def test_a_files_optimizer_state_comes_with_the_first_step_only_where_no_forward_lies_between_its_blocks():
+    found = mp.advise(mp.load(trained().snapshot()), replay=False).filter(rule="first_step").row(0, named=True)
+    assert "16 MiB that stay" in found["finding"]
+    assert "made in one step() and kept" in found["evidence"]
+    a = trained()
+    a.malloc(16 * MIB, STEP)  # another step makes more
+    assert mp.advise(mp.load(a.snapshot()), replay=False).filter(rule="first_step").is_empty()
+
+
 def test_where_frees_have_no_stacks_of_their_own_only_what_stays_is_told():
     found = words(mp.load(trained(copied=True).snapshot()))
     told = {size: {word for word, _ in pairs} for size, pairs in found.items() if pairs != {("unknown", "none")}}

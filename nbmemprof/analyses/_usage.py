@@ -43,6 +43,11 @@ def first_step(seen: Seen) -> Iterator[Finding]:
         size, highest = int(mine["size_bytes"].sum()), int(curve.live.max(initial=0))
         if size < max(_WORTH * highest, 1) or mine["step"].n_unique() > 1:
             continue
+        step = mine["step"][0]
+        if step is None:  # no marks of steps: a forward between two blocks of it is one
+            between = pl.col("alloc_seq").is_between(int(mine["alloc_seq"].min()), int(mine["alloc_seq"].max()))  # type: ignore[arg-type]
+            if rows.filter(heap.matches(curve.key), between, pl.col("phase") == "forward").height:
+                continue
         owners = capture.tables["owners"].filter((pl.col("category").cast(pl.String) == "optimizer_state") & pl.col("addr").is_in(mine["addr"].to_list()))
         names = sorted(set(owners["name"].drop_nulls().to_list()))
         where = with_site(mine, capture.tables["stacks"])["site"].drop_nulls()
@@ -50,7 +55,7 @@ def first_step(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             "first_step",
             f"The optimizer state ({', '.join(names) or 'made by step()'}) came with the first step(){at}: {format_bytes(size)} that stay, so every iteration after the first needs as much more, once and no further.",
-            f"{mine.height} blocks made in step {mine['step'][0] if mine['step'][0] is not None else 0} and kept; none in a later one.",
+            f"{mine.height} blocks made in {f'step {step}' if step is not None else 'one step()'} and kept; none in a later one.",
             "Judge by the second iteration whether a batch fits; an optimizer with smaller state (8-bit, SGD, Adafactor) or sharded state takes less.",
             None, rank, device if kind == "device" else None,
         )  # fmt: skip
