@@ -106,7 +106,8 @@ def _flex(torch: Any, session: Any) -> Any:
 # ---------------------------------------------------------------------- a word on the others
 def unknown_operator(error: BaseException) -> str | None:
     """Say which operator an error is about that no fake kernel exists for; None for other errors."""
-    if not isinstance(error, (NotImplementedError, RuntimeError)) or not any(words in str(error) for words in ("Could not run 'aten::", "no fake impl or Meta kernel", "Dynamic", "aten.", "HigherOrderOperator")):
+    named = type(error).__name__ == "UnsupportedOperatorException"  # of torch._subclasses: an operator of the user's own
+    if not isinstance(error, (NotImplementedError, RuntimeError)) or not (named or any(words in str(error) for words in ("Could not run 'aten::", "no fake impl or Meta kernel", "Dynamic", "aten.", "HigherOrderOperator"))):
         return None
     trace, found = error.__traceback__, None
     while trace is not None:
