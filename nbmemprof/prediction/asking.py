@@ -36,7 +36,8 @@ class Answers:
     def free_total(self, *_: Any, **__: Any) -> tuple[int, int]:
         """``torch.cuda.mem_get_info``: what torch reserved and the context take away."""
         taken = self.stats()["reserved_bytes.all.current"] + outside_bytes(self._session.gpu, self._session.record)
-        return max(0, self.room.card - taken), self.room.card
+        card = min(self.room.card, self._session.gpu.capacity_bytes)  # a search gives room for everything
+        return max(0, card - taken), card
 
     def set_fraction(self, fraction: float, *_: Any, **__: Any) -> None:
         """``torch.cuda.set_per_process_memory_fraction``."""
