@@ -7,7 +7,6 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.prediction.cards import cards
 from nbmemprof.units import format_bytes, format_count
 from nbmemprof.views._facts import Device, Facts
 
@@ -18,6 +17,8 @@ _CACHES = 2
 
 def cards_of(known: Facts, *, replay: bool) -> pl.DataFrame:
     """The cards of the catalogue, asked once; no rows where no peak is told."""
+    from nbmemprof.prediction.cards import cards  # with the allocator's model behind it, which a first paint of host memory needs not
+
     key = ("cards", replay)
     if key not in known._answers:
         try:
