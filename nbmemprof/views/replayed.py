@@ -19,6 +19,7 @@ from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.units import format_bytes, format_count
 from nbmemprof.views import _theme
+from nbmemprof.views._facts import facts
 from nbmemprof.views.svg import Svg, clean, shorten, text_width
 
 __all__ = ["Judged", "applies", "judge", "known", "later", "lines", "picture", "table", "what_if_of"]
@@ -26,6 +27,7 @@ __all__ = ["Judged", "applies", "judge", "known", "later", "lines", "picture", "
 SHORT = 200_000  # events whose replay the cell waits for
 WAIT_S = 5.0  # and how long at most: the first replay on a machine compiles
 _SAVING = 0.03  # of the peak reserved; less is no sentence
+_SPOKEN_OF = "expandable_segments:True"  # what a finding about a refusal proposes and, after a replay, answers
 _WIDTH = 740
 _kept: weakref.WeakKeyDictionary[Capture, Judged] = weakref.WeakKeyDictionary()
 
@@ -119,7 +121,7 @@ def lines(capture: Capture) -> list[str]:
         return ["Allocator: not replayed: a first view doesn't wait for it. mp.what_if(cap) has the answer, in a notebook %memprof what-if."]
     said = [f"Allocator: {judged.text}."]
     if judged.frame is not None:
-        said += [best for best in [_best(judged.frame)] if best]
+        said += [best for best in [_best(capture, judged.frame)] if best]
     return said
 
 
@@ -128,17 +130,29 @@ def name_of(conf: str) -> str:
     return clean(conf) or "torch's defaults"
 
 
-def _best(frame: pl.DataFrame) -> str:
+def _best(capture: Capture, frame: pl.DataFrame) -> str:
     """The setting that would have reserved least, where it is worth a sentence; after a refusal the finding about it says what helps."""
     if frame["device"].n_unique() != 1 or frame["rank"].n_unique() != 1 or not frame["recorded"].any():
         return ""
     now = frame.filter("recorded").row(0, named=True)
     best = frame.sort("ooms_high", "peak_reserved_high_bytes", "device_calls", maintain_order=True).row(0, named=True)
     saved = now["peak_reserved_low_bytes"] - best["peak_reserved_high_bytes"]
-    if best["recorded"] or now["ooms"] or best["ooms_high"] or saved < _SAVING * now["peak_reserved_low_bytes"]:
+    if now["ooms"]:
+        rules = facts(capture).ask("advise", replay=False)
+        return _serves_more(frame, now, best, spoken_of=bool(rules.height and (rules["rule"] == "scattered").any()))
+    if best["recorded"] or best["ooms_high"] or saved < _SAVING * now["peak_reserved_low_bytes"]:
         return ""
     set_ = f"PYTORCH_CUDA_ALLOC_CONF={best['conf']}" if best["conf"] else "Without PYTORCH_CUDA_ALLOC_CONF"
     return f"{set_} would have reserved {_range(best)} at the peak, {format_bytes(saved)} less (replayed)."
+
+
+def _serves_more(frame: pl.DataFrame, now: dict[str, Any], best: dict[str, Any], *, spoken_of: bool) -> str:
+    """The setting that refuses least, unless that of which the finding about the refusal speaks does as well."""
+    told = frame.filter(pl.col("conf") == _SPOKEN_OF)["ooms_high"] if spoken_of else pl.Series(dtype=pl.Int64)
+    if best["recorded"] or best["ooms_high"] >= min([now["ooms"], *told]):
+        return ""
+    set_ = f"PYTORCH_CUDA_ALLOC_CONF={best['conf']}" if best["conf"] else "torch's default setting"
+    return f"{set_} would have refused {_refusals(best).removesuffix(' requests') if best['ooms_high'] else 'none'} of the requests instead of {format_count(now['ooms'])} (replayed)."
 
 
 def _range(row: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import nbmemprof as mp
 from nbmemprof import magics
+from nbmemprof.allocator import Device
 from nbmemprof.errors import NbmemprofError
 from nbmemprof.views import findings, first, replayed
 
@@ -138,12 +139,13 @@ def test_the_picture_and_the_table_say_what_the_frame_says(tight):
 
 @pytest.mark.cost(0.6)
 def test_the_better_setting_is_named_only_where_it_is_better(fixtures, tight):
-    frame = mp.what_if(mp.load(fixtures / "recordings" / "snap_gpt2_varlen_b8.pickle.gz"))
+    capture = mp.load(fixtures / "recordings" / "snap_gpt2_varlen_b8.pickle.gz")
+    frame = mp.what_if(capture)
     saved = int(frame.filter("recorded")["peak_reserved_low_bytes"][0] - frame["peak_reserved_high_bytes"].min())
     assert saved == 1_600_126_976
-    assert replayed._best(frame) == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would have reserved 13.31 GiB at the peak, 1.5 GiB less (replayed)."
-    assert replayed._best(frame.filter(pl.col("conf") != "expandable_segments:True")) == ""
-    assert replayed._best(mp.what_if(tight)) == "", "after refusals less reserved is no gain"
+    assert replayed._best(capture, frame) == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would have reserved 13.31 GiB at the peak, 1.5 GiB less (replayed)."
+    assert replayed._best(capture, frame.filter(pl.col("conf") != "expandable_segments:True")) == ""
+    assert replayed._best(tight, mp.what_if(tight)) == "", "after refusals less reserved is no gain, and the finding has what refuses less"
 
 
 @pytest.mark.cost(0.6)
@@ -199,3 +201,23 @@ def test_of_a_virtual_device_the_finding_has_the_replays_answer_and_rows_are_cal
     assert judged.frame.filter("recorded").select("conf", "origin").rows() == [("", "modelled")]
     assert "not replayed yet" in before
     assert "not replayed yet" not in after
+
+
+def test_where_no_piece_was_large_enough_the_setting_that_serves_is_named_all_the_same():
+    """30 MiB were cut from a free block of 300: what is left of it is too small for the next 300, and nothing is scattered."""
+    device = Device(limit_bytes=400 << 20)
+    device.free(device.malloc(300 << 20))
+    device.malloc(30 << 20)
+    with pytest.raises(mp.OutOfMemoryError):
+        device.malloc(300 << 20)
+    capture = mp.load(device.snapshot(), limit_bytes=400 << 20)
+    assert "would have refused" not in " ".join(replayed.lines(capture))
+    replayed.judge(capture)
+    assert replayed.lines(capture)[-1] == "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128 would have refused none of the requests instead of 1 (replayed)."
+
+
+def test_what_a_finding_says_of_a_refusal_is_not_said_twice(fixtures):
+    capture = mp.load(fixtures / "h200" / "allocator" / "case_checkerboard.pickle.gz")
+    replayed.judge(capture)
+    said = [*replayed.lines(capture), *findings.findings(capture)]
+    assert sum("refuse" in s and "none of the requests instead of 1 (replayed)" in s for s in said) == 1
