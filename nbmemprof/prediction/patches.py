@@ -92,6 +92,7 @@ def _cuda(torch: Any, gpu: GPU, memory: Any, changes: Changes) -> None:
     }  # fmt: skip
     for name, value in answers.items():
         changes.put(cuda, name, value)
+    changes.put(cuda, "_nbmemprof_predicted", gpu.title)  # for those of us who would ask the driver
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats", "empty_cache", "mem_get_info", "memory_stats"):
         changes.put(cuda.memory, name, answers[name])
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):

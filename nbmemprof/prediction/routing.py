@@ -81,7 +81,7 @@ class Router:
         """A cell ran here: note whether it failed for want of a GPU."""
         self._failed.pop(raw, None)
         (self._interrupted.add if isinstance(error, KeyboardInterrupt) else self._interrupted.discard)(raw)
-        if isinstance(error, (RuntimeError, AssertionError, OSError)) and _NO_GPU.search(str(error)):
+        if isinstance(error, (RuntimeError, AssertionError, OSError)) and _NO_GPU.search(str(error)) and type(error).__name__ != "OutOfMemoryError":
             self._failed[raw] = None
             while len(self._failed) > _KEPT:
                 del self._failed[next(iter(self._failed))]

@@ -26,6 +26,8 @@ def unavailable() -> str | None:
     torch = _optional.loaded("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return "torch is not imported in this process"
+    if hasattr(torch.cuda, "_nbmemprof_predicted"):
+        return f"cells are predicted here, for {torch.cuda._nbmemprof_predicted}: no GPU is asked"
     if not hasattr(torch._C, "_cuda_memorySnapshot"):
         return "this torch is built without CUDA"
     try:

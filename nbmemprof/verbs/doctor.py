@@ -45,6 +45,9 @@ def _torch() -> Iterator[tuple[str, str]]:
         yield "torch", f"{version} is installed and not imported yet: recording begins when a cell imports it" if version else "not installed: files open, nothing can be recorded. pip install 'nbmemprof[torch]'"
         return
     yield "torch", f"{torch.__version__}, imported"
+    if hasattr(torch.cuda, "_nbmemprof_predicted"):
+        yield "CUDA", f"none is asked: cells are predicted here, for {torch.cuda._nbmemprof_predicted}"
+        return
     try:
         yield "CUDA", _cuda(torch)
         yield "allocator", _allocator(torch)

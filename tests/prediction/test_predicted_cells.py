@@ -190,7 +190,7 @@ def test_other_magics_and_awaiting_work_in_the_child(run):
 
 
 @pytest.mark.cost(3.4)
-def test_names_are_carried_where_a_fork_would_hang(run, shell, monkeypatch):
+def test_names_are_carried_where_a_fork_would_hang(notebook, run, shell, monkeypatch):
     """Polars' threads don't live on in a fork, whether the cell uses it or an earlier one that runs first: a fresh process gets the names, a model of any size as its shapes."""
     monkeypatch.setattr(notebook_module, "forked", None)  # it would be called
     router = magics.of(shell).router
@@ -199,9 +199,9 @@ def test_names_are_carried_where_a_fork_would_hang(run, shell, monkeypatch):
     run("import polars as pl\nimport torch\nfrom torch import nn\nwide = nn.Linear(2048, 2048)\nview = wide.weight[:4]\ndef area(m):\n    return m.weight.numel()\nlock = __import__('threading').Lock()")
     assert "of polars" in notebook_module.fork_hurts(shell, "pl.DataFrame({'a': [1, 2]})") and notebook_module.fork_hurts(shell, "area(wide)") is None
     before = frozen(shell)
-    result, text = run("%%memprof --predict H200\nwide.cuda()(torch.zeros(2, 2048, device='cuda'))\nprint(area(wide), 'pl' in globals(), wide.weight.device, length)")
+    result, text = run("%%memprof --predict H200\nwide.cuda()(torch.zeros(2, 2048, device='cuda'))\nprint(area(wide), 'pl' in globals(), wide.weight.device, length, {p.device.type for p in model.parameters()}, optimizer.param_groups[0]['params'][0] is model[0].weight)")
     assert result.success, text
-    assert f"{2048 * 2048} True cuda:0 2" in text
+    assert f"{2048 * 2048} True cuda:0 2 {{'cuda'}} True" in text  # the model of an earlier cell too, where that would have put it
     assert frozen(shell) == before
     assert any("lock" in one["what"] for one in shell.user_ns["_memprof"].meta["assumptions"])
 
@@ -234,6 +234,8 @@ def test_a_session_keeps_what_its_cells_make(notebook, shell):
         _, text = notebook("%memprof who")
         assert "nobody holds any" in text
         assert "_cuda_getAllocatorBackend" not in text
+        _, text = notebook("%memprof doctor")
+        assert text.count("cells are predicted here, for NVIDIA H200") == 2 and "could not be asked" not in text  # CUDA, and its allocator's history
         result, text = notebook("%memprof stats")
         assert result.success
         assert "derived.live_blocks" in text
@@ -277,6 +279,13 @@ def test_a_time_limit_names_the_earlier_cell_that_ran(run, shell):
         del router._failed[slow]
     assert isinstance(result.error_in_exec, PredictionFailed)
     assert "It was running an earlier cell that failed for want of a GPU ('import time') again" in str(result.error_in_exec)
+
+
+@pytest.mark.cost(0.4)
+def test_a_cell_that_a_virtual_gpu_refused_did_not_fail_for_want_of_one(run, shell):
+    result, _ = run("%%memprof --as H200:8MiB -q\nrefused = torch.zeros(4 << 20)")
+    assert isinstance(result.error_in_exec, torch.OutOfMemoryError) and "CUDA" in str(result.error_in_exec)
+    assert not any("refused" in text for text in magics.of(shell).router._failed)
 
 
 def test_an_interrupted_cell_does_not_run_again(run, shell):
