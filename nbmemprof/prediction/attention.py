@@ -68,6 +68,8 @@ def _fits(torch: Any, table: Choice, kernel: str, query: Any, key: Any, value: A
         return False
     if mask is not None and mask.stride(-1) != 1 and mask.shape[-1] != 1:
         return False
+    if not (query.shape[0] == key.shape[0] == value.shape[0]) or (not gqa and not query.shape[1] == key.shape[1] == value.shape[1]):
+        return False  # none of them broadcasts (check_batch_size_and_num_heads_dense)
     width = max(query.shape[-1], value.shape[-1])
     grouped = gqa and query.shape[1] != key.shape[1]
     needs = torch.is_grad_enabled() and mask is not None and mask.requires_grad

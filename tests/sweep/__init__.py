@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-SETS = {"first": ("images", "texts", "graphs", "signals", "learning", "operators")}
+SETS = {"first": ("images", "texts", "graphs", "signals", "learning", "operators"), "second": ("unseen",)}
 
 
 def workloads(which: str = "first") -> dict[str, Callable[[], None]]:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbmemprof.prediction.kernels import attention, blas, convolution, encoder, indexing, losses, normalization, recurrent, reduction, sorting, unfaked
+from nbmemprof.prediction.kernels import (
+    attention,
+    blas,
+    convolution,
+    distances,
+    encoder,
+    fourier,
+    indexing,
+    losses,
+    normalization,
+    recurrent,
+    reduction,
+    sorting,
+    unfaked,
+)
 
 __all__ = ["install"]
 
 
 def install(torch: Any, rules: Any) -> None:
     """Fill the tables of ``rules``."""
-    for family in (reduction, blas, attention, convolution, encoder, losses, normalization, recurrent, indexing, sorting, unfaked):
+    for family in (reduction, blas, attention, convolution, distances, encoder, fourier, losses, normalization, recurrent, indexing, sorting, unfaked):
         family.install(torch, rules)

@@ -18,6 +18,15 @@ def install(torch: Any, rules: Any) -> None:
         aten.addmm_.default, aten.baddbmm_.default, aten._addmm_activation.default,
     ):  # fmt: skip
         rules.after[op] = follow
+    for op in (aten.linalg_solve_triangular.default, aten.triangular_solve.default):
+        rules.after[op] = solve
+
+
+def solve(recorder: Any, _func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
+    """A triangular system is cuBLAS's too."""
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    if first.device.type == "cuda" and first.numel():
+        handle(recorder)
 
 
 def follow(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:

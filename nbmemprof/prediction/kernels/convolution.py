@@ -13,6 +13,7 @@ from nbmemprof.prediction.kernels.reduction import ceil_div
 __all__ = ["install", "workspace"]
 
 SLACK = 16
+PARTED = 24  # channels of a group from which cuDNN takes the groups apart
 TRIED_MAX = 100.0  # largest workspace that benchmark mode was seen to try: 4.7 GiB, some 98 times the input, output and weights of that call
 
 
@@ -22,7 +23,7 @@ def install(torch: Any, rules: Any) -> None:
     rules.before[aten.convolution.default] = _together
     rules.fix[aten.convolution.default] = _put_last
     rules.fix[aten.convolution_backward.default] = _put_last_backward
-    rules.after[aten.convolution.default] = _forward
+    rules.emit[aten.convolution.default] = _forward
     rules.emit[aten.convolution_backward.default] = _backward
 
 
@@ -71,9 +72,10 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
     few = channels < 8 and groups == 1
     copies = bytes_x + bytes_w + bytes_y + SLACK
     own = _partial(filters, channels // groups * taps, spots, sms, half) if what == "weight" else 0
+    grouped = groups > 1
     if last:
-        base = bytes_x + bytes_w + SLACK if few or (half and channels % 8) else (131 if what != "weight" else 0)
-        return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0)
+        base = _as_they_lie(what, x, w, y, few, stride, groups)
+        return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0) + (2 * copies if grouped else 0)
     if few and taps <= 16 and what == "forward":
         return 0, 0, copies
     if few and what == "data" and stride[0] >= 8:
@@ -82,12 +84,40 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
         return 0, 0, copies
     if few and taps <= 9 and not half:
         return 0, 0, copies + own
+    if grouped:  # several kernels, some of which sum up in fp32
+        return 0, copies + own, 3 * copies + 2 * own + (8 << 20)
     low = bytes_x + bytes_w + SLACK if what == "forward" and not half else copies
     if what == "forward" and not half and taps == 1 and channels <= 256:
         return low, bytes_x + whole_w + SLACK, copies
     if what == "forward" and not half and channels in (32, 64) and filters >= 64 and bytes_x + bytes_y < 200 << 20:
         return low, low, copies
     return low, copies + own, copies + 2 * own + (min(8 << 20, bytes_x + bytes_y) if what == "weight" else 0)
+
+
+def _as_they_lie(what: str, x: Any, w: Any, y: Any, few: bool, stride: tuple[int, ...], groups: int) -> int:
+    """What channels last still copies: a few channels or filters are padded to four (fp32) or eight; groups of many channels are parted."""
+    element, step = x.element_size(), 4 if x.element_size() == 4 else 8
+    channels, filters = x.shape[1], y.shape[1]
+    bytes_x, bytes_w, bytes_y = (_count(t) * element for t in (x, w, y))
+    if groups > 1:
+        parted = channels // groups >= PARTED and _taps(w) > 1
+        return bytes_x + bytes_w + bytes_y + 64 if parted else 131 * (what != "weight")
+    if few and element == 4:
+        return bytes_x + bytes_w + SLACK + (bytes_y if what == "data" and max(stride) > 1 else 0)
+    if channels % 8 and (few or element == 2):
+        wide = ceil_div(channels, 8) * 8
+        return bytes_x // channels * wide + (bytes_w // channels * wide if _taps(w) > 1 else 0) + SLACK
+    if filters < 8 and filters % step:
+        wide = ceil_div(filters, step) * step
+        return (bytes_y + bytes_w) // filters * wide + 147
+    return 131 if what != "weight" else 0
+
+
+def _taps(w: Any) -> int:
+    total = 1
+    for size in w.shape[2:]:
+        total *= int(size)
+    return total
 
 
 def _as_product(what: str, channels: int, filters: int, pixels: int) -> bool:
@@ -118,7 +148,7 @@ def _partial(filters: int, depth: int, spots: int, sms: int, half: bool) -> int:
 
 def _last(torch: Any, tensor: Any) -> bool:
     """Whether a tensor's strides say channels last (``Tensor::suggest_memory_format``)."""
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+    if tensor.dim() not in (4, 5):
         return False
     return torch._prims_common.suggest_memory_format(tensor) in (torch.channels_last, torch.channels_last_3d)
 
@@ -176,10 +206,26 @@ def _together(_recorder: Any, _func: Any, args: Any, _kwargs: Any) -> Any:
     return NotImplemented
 
 
+def _copied(recorder: Any, tensors: tuple[Any, ...], last: bool, op: str) -> list[int]:
+    """Torch gives cuDNN tensors of one layout: those in another are copied (``_convolution`` in aten/src/ATen/native/Convolution.cpp)."""
+    torch, held = recorder.rules.torch, []
+    for tensor in tensors:
+        wanted = (torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d) if last and tensor.dim() in (4, 5) else torch.contiguous_format
+        if not tensor.is_contiguous(memory_format=wanted):
+            held.append(recorder.begin(_count(tensor) * tensor.element_size(), op, "temporary", "operator"))
+    return held
+
+
 def _forward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
     x, w, _bias, stride, padding, _dilation, transposed, _output_padding, groups = args
-    if out.device.type == "cuda":
-        _ask(recorder, "forward", (x, w, out), stride, padding, transposed, groups, func._schema.name)
+    if out.device.type != "cuda":
+        recorder.note(func, out)
+        return
+    held = _copied(recorder, (x, w), _layout(recorder.rules.torch, x, w), func._schema.name)
+    recorder.note(func, out)
+    _ask(recorder, "forward", (x, w, out), stride, padding, transposed, groups, func._schema.name)
+    for index in held:
+        recorder.end(index)
 
 
 def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
@@ -187,14 +233,19 @@ def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> No
     grad, x, w, _sizes, stride, padding, _dilation, transposed, _output_padding, groups, _mask = args
     op = func._schema.name
     dx, dw, db = out
-    deep = _depthwise(x, w, groups, transposed) and not _layout(recorder.rules.torch, x, w)
-    if deep:
+    last = _layout(recorder.rules.torch, x, w)
+    held = _copied(recorder, (grad, x, w), last, op) if x.device.type == "cuda" else []
+    if _depthwise(x, w, groups, transposed) and not last:
         recorder.note(func, (dw, dx, db))
+        for index in held:
+            recorder.end(index)
         return
     for what, made in (("data", dx), ("weight", dw)):
         if made is not None:
             recorder.note(func, made)
             _ask(recorder, what, (x, w, grad), stride, padding, transposed, groups, op)
+    for index in held:
+        recorder.end(index)
     if db is not None:
         recorder.note(func, db)
         dims = (0, *range(2, grad.dim()))

@@ -23,6 +23,8 @@ def install(torch: Any, rules: Any) -> None:
     for name in ("upsample_nearest1d_backward", "upsample_nearest2d_backward", "upsample_nearest3d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"):
         rules.after[getattr(aten, name).default] = _contiguous_gradient
     rules.emit[aten.logsumexp.default] = _logsumexp
+    for name in ("_softmax", "_log_softmax", "reflection_pad2d", "rrelu_with_noise"):
+        rules.after[getattr(aten, name).default] = _contiguous_source
     rules.emit[aten.add.Tensor] = _sum
     rules.after[aten._safe_softmax.default] = _safe_softmax
 
@@ -32,6 +34,13 @@ def _contiguous_gradient(recorder: Any, func: Any, args: Any, _kwargs: Any, _out
     grad, torch = args[0], recorder.rules.torch
     if not grad.is_contiguous() and not (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)):
         recorder.temporary(grad.numel() * grad.element_size(), func._schema.name, "temporary")
+
+
+def _contiguous_source(recorder: Any, func: Any, args: Any, _kwargs: Any, _out: Any) -> None:
+    """An input that does not lie in a row is copied."""
+    source = args[0]
+    if source.device.type == "cuda" and not source.is_contiguous():
+        recorder.temporary(source.numel() * source.element_size(), func._schema.name, "temporary")
 
 
 def _like_output(recorder: Any, func: Any, _args: Any, _kwargs: Any, out: Any) -> None:
