@@ -37,16 +37,16 @@ class Division:
         self.found.recording.pool_names[:] = self.names
 
 
-def reroute(found: Followed, again: Callable[[], Followed], tries: int | None = None) -> list[Division]:
+def reroute(found: Followed, again: Callable[[frozenset[str]], Followed], tries: int | None = None) -> list[Division]:
     """Whether segments that are gone at the end were private pools': a segment is taken for one where the trace is then followed further.
 
     At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
     A pool gives its segments back when it has gone, so those that went together are tried as one pool first.
     Returns the division that the recording tells, then those with which the trace was followed further and further; the last is in the recording.
-    ``tries``: how often the trace is followed at most.
+    ``again`` follows the trace once more, with these pools taken for made without splitting; ``tries``: how often at most.
     """
     recording = found.recording
-    search = _Search(recording, again)
+    search = _Search(recording, again, found.terms.whole)
     if tries is not None:
         search.tries = min(search.tries, tries)
     trail = [Division.of(found)]
@@ -79,13 +79,13 @@ def _reached(found: Followed) -> int:
 
 
 class _Search:
-    def __init__(self, recording: Recording, again: Callable[[], Followed]) -> None:
-        self.recording, self.again = recording, again
+    def __init__(self, recording: Recording, again: Callable[[frozenset[str]], Followed], whole: frozenset[str]) -> None:
+        self.recording, self.again, self.whole = recording, again, whole
         self.tries = min(300, max(8, 4_000_000 // recording.events.height))
         self.sideways = 0
         self.tried: set[tuple[int, int]] = set()  # (segment, pool)
         self.went: dict[int, set[int]] = {}  # unnamed pool → flushes in which segments of its went
-        back = np.isin(recording.kind, (M.SEGMENT_FREE, M.OTHER))
+        back = np.isin(recording.kind, (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OTHER))
         self.burst = np.cumsum(~back)
 
     def step(self, found: Followed) -> Followed | None:
@@ -98,7 +98,7 @@ class _Search:
             if self.tries <= 0 or (segment[0], number) in self.tried:
                 continue
             if recording.route(segment, number):
-                other, self.tries = self.again(), self.tries - 1
+                other, self.tries = self.again(self.whole), self.tries - 1
                 if other.exact or _reached(other) > _reached(found):
                     return self._take(segment, number, other)
                 elsewhere = other.mismatch is not None and other.mismatch["expected"] != mismatch["expected"]
@@ -108,11 +108,37 @@ class _Search:
                         break
             recording.trace[:] = kept
             recording.pool_names[:] = known
-        if aside is None:
-            return None
+        unsplit = self._unsplit(found)
+        if unsplit is not None or aside is None:
+            return unsplit
         segment, number, other, recording.trace[:], recording.pool_names[:] = aside
         self.sideways += 1
         return self._take(segment, number, other)
+
+    def _unsplit(self, found: Followed) -> Followed | None:
+        """Take the pool of the block that the rules would use for one made without splitting: what would be left of a block is not there."""
+        recording, mismatch = self.recording, found.mismatch
+        if mismatch is None or mismatch["expected"] is None or mismatch["expected"]["action"] != "alloc":
+            return None
+        addr, index = mismatch["expected"]["addr"], min(mismatch["index"], recording.events.height - 1)
+        segment, known, kept = recording.segment_gone(addr, index), list(recording.pool_names), recording.trace.copy()
+        if segment is None:  # it stays, so its pool has a name
+            options = [recording.pool_at(addr, index) or len(known)]
+        else:
+            now, unnamed = recording.pool_beside(addr, index), [i for i, name in enumerate(known) if name.startswith(UNNAMED)]
+            options = list(dict.fromkeys([*([now] if now else []), *reversed(unnamed), len(known), *range(1, len(known))]))
+        for number in options if self.tries > 0 else ():
+            if segment is not None:
+                recording.route(segment, number)
+            whole = self.whole | ({recording.pool_names[number]} if number < len(recording.pool_names) else set())
+            if whole != self.whole:
+                other, self.tries = self.again(whole), self.tries - 1
+                if other.exact or _reached(other) > _reached(found):
+                    self.whole = whole
+                    return other if segment is None else self._take(segment, number, other)
+            recording.trace[:] = kept
+            recording.pool_names[:] = known
+        return None
 
     @property
     def routed(self) -> set[int]:
@@ -129,6 +155,9 @@ class _Search:
         if mismatch is None or mismatch["expected"] is None or mismatch["found"] is None:
             return
         unnamed = [i for i, name in enumerate(recording.pool_names) if name.startswith(UNNAMED)]
+        if mismatch["found"]["action"] == "oom":  # a refused request names no pool either; within a pool nothing is flushed for it
+            for number in dict.fromkeys([*self._pools_near(mismatch["index"]), *range(len(recording.pool_names))]):
+                yield (mismatch["index"], mismatch["index"] + 1), number
         for side in ("expected", "found"):
             segment = recording.segment_gone(mismatch[side]["addr"], min(mismatch["index"], recording.events.height - 1))
             if segment is None:
@@ -136,3 +165,11 @@ class _Search:
             together = [i for i in unnamed if int(self.burst[segment[1]]) in self.went.get(i, ())]
             for number in dict.fromkeys([*together, *reversed(unnamed), len(recording.pool_names), 0]):
                 yield segment, number
+
+    def _pools_near(self, index: int) -> list[int]:
+        """Pools of the requests before and after an event."""
+        recording = self.recording
+        asks = np.flatnonzero(recording.kind == M.ALLOC)
+        at = int(np.searchsorted(asks, index))
+        pools = recording.trace[M.T_POOL :: M.WORDS]
+        return [int(pools[i]) for i in asks[max(at - 1, 0) : at + 1]]

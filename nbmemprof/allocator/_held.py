@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
+
+import numpy as np
 
 from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator._model import Words
 
-__all__ = ["Held"]
+__all__ = ["Area", "Held", "reservations"]
 
 
 class Held:
@@ -51,3 +55,35 @@ class Held:
     def classic(self) -> list[tuple[int, int, int]]:
         """Return the segments that are held."""
         return [(begin, *self.ranges[begin]) for begin in self.segments if begin in self.ranges]
+
+
+@dataclass
+class Area:
+    """A reservation of expandable segments: the events with which it came and went (one more than there are for one that stays), and its addresses as far as it was ever mapped."""
+
+    begin: int
+    end: int
+    low: int
+    high: int
+    mapped: int
+    stream: int
+
+
+def reservations(kind: Words, addr: Words, size: Words, stream: Words) -> list[Area]:
+    """Tell reservations apart in a trace from the beginning: each grows from its low end without gaps, is given back when nothing of it is mapped, and is one pool's.
+
+    Allocator rules 1.7: pages are mapped in the lowest hole that serves, so never past the end of what was mapped before.
+    """
+    made: list[Area] = []
+    for i in np.flatnonzero((kind == M.SEGMENT_MAP) | (kind == M.SEGMENT_UNMAP)).tolist():
+        at, bytes_ = int(addr[i]), int(size[i])
+        live = [a for a in made if a.end == len(kind) and a.stream == stream[i] and a.low <= at <= a.high - (kind[i] == M.SEGMENT_UNMAP)]
+        if not live:
+            made.append(Area(i, len(kind), at, at, 0, int(stream[i])))
+            live = made[-1:]
+        area = live[-1]
+        area.high = max(area.high, at + bytes_)
+        area.mapped += bytes_ if kind[i] == M.SEGMENT_MAP else -bytes_
+        if area.mapped <= 0:
+            area.end = i
+    return made

@@ -115,7 +115,8 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
     found, trail = under(), []
     if not found.exact and len(recording.pool_names) > 1:
         found = _unsplit(found, recording.pool_names[1:], lambda whole: under(whole=whole))
-        trail = reroute(found, lambda: attempt(recording, found.terms))
+        divided = found.terms
+        trail = reroute(found, lambda whole: attempt(recording, replace(divided, whole=whole)))
         found = trail[-1].found
     if open_ and not found.exact:
         found = _narrow(found, bounds.widest(), lambda limit: under(limit_bytes=limit))
@@ -157,7 +158,7 @@ def _located(found: Followed, trail: list[Division]) -> Followed:
         locate(found)
         return found
     trail[0].apply()
-    undivided = attempt(found.recording, found.terms) if len(trail) > 1 else found
+    undivided = attempt(found.recording, trail[0].found.terms) if len(trail) > 1 else found
     if locate(undivided, part=len(trail) < 2) or (len(trail) < 2 and undivided.mismatch is not None and "missing" in undivided.mismatch):
         return undivided
     trail[-1].apply()

@@ -236,7 +236,7 @@ class Trials:
     def _row_before(self, suspect: Suspect) -> int:
         """Row that is taken to be in the heap before the first event, though its alloc is what may be missing; -1 for none."""
         there = suspect.kind == M.ALLOC and not self.found.terms.empty and 0 <= suspect.row < self.recording.rows.height
-        return suspect.row if there else -1
+        return suspect.row if there and self._beginning(-1).rows[2 * suspect.row] else -1
 
     def _helps(self, suspect: Suspect) -> bool:
         """Whether the trace is followed further when the block is not there at the beginning."""

@@ -8,6 +8,8 @@ is a division under which the missing event can be located as in any other trace
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 
@@ -60,18 +62,18 @@ def _followed_with(division: Division, suspect: Suspect, place: int, left: list[
     if longer is None:
         return None
 
-    def again() -> Followed:
+    def again(whole: frozenset[str]) -> Followed:
         left[0] -= 1
-        return attempt(longer, terms)
+        return attempt(longer, replace(terms, whole=whole))
 
-    found = again()
+    found = again(terms.whole)
     last = Division.of(found) if found.exact else reroute(found, again, left[0])[-1]
     if not last.found.exact:
         return None
     asks, pools = _asks(recording), _table(longer)[np.arange(len(longer.kind)) != place, M.T_POOL]
     _table(recording)[asks, M.T_POOL] = pools[asks]
     recording.pool_names[:] = longer.pool_names
-    return Division.of(attempt(recording, terms), division.segments + last.segments)
+    return Division.of(attempt(recording, last.found.terms), division.segments + last.segments)
 
 
 def with_event(recording: Recording, suspect: Suspect, place: int) -> Recording | None:

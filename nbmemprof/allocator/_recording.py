@@ -10,6 +10,7 @@ import polars as pl
 from nbmemprof import heap
 from nbmemprof.allocator import _blocks
 from nbmemprof.allocator import _memory as M
+from nbmemprof.allocator._held import Area, reservations
 from nbmemprof.allocator._model import Model, Words
 from nbmemprof.allocator.rounding import SMALL_BUFFER
 from nbmemprof.capture import Capture
@@ -54,6 +55,7 @@ class Recording:
         self.final = heap.last_picture(capture.tables["blocks"]).filter(heap.matches(self.key))
         self.has_picture = self.segments.height > 0 or self.final.height > 0
         self.pool_names = ["0_0"]
+        self._areas: list[Area] | None = None
         self._pack(curve.seq)
         self.at_start = self.rows["alloc_seq"].is_null().to_numpy()
         self.starts_empty = curve.start[2] <= 0
@@ -138,11 +140,19 @@ class Recording:
         for addr, size, name, expandable in zip(
             int64(private["addr"]).tolist(), private["size_bytes"].to_list(), private["pool_id"].cast(pl.String).to_list(), private["is_expandable"].to_list(), strict=True
         ):
+            area = self._area_at(addr, len(self.kind)) if expandable else None
             made = np.flatnonzero((self.kind == M.SEGMENT_ALLOC) & (self.addr == addr))
-            since = int(made[-1]) if len(made) and not expandable else -1
-            inside = (self.addr >= addr) & (self.addr < addr + size) & (self.kind == M.ALLOC)
+            since = area.begin if area is not None else int(made[-1]) if len(made) and not expandable else -1
+            low, high = (area.low, area.high) if area is not None else (addr, addr + size)
+            inside = (self.addr >= low) & (self.addr < high) & (self.kind == M.ALLOC)
             inside[: since + 1] = False
             table[inside, M.T_POOL] = self.pool_names.index(name)
+
+    def _area_at(self, addr: int, index: int) -> Area | None:
+        """Return the reservation that holds an address at this event."""
+        if self._areas is None:
+            self._areas = reservations(self.kind, self.addr, self.size, self.trace[M.T_STREAM :: M.WORDS]) if self.starts_empty else []
+        return next((a for a in self._areas if a.begin <= index <= a.end and a.low <= addr < a.high), None)
 
     def pool_at(self, addr: int, index: int) -> int:
         """Number of the pool that an address belongs to: as the event at ``index`` tells it, else by the final segments."""
@@ -160,9 +170,7 @@ class Recording:
         gone = self.segment_gone(addr, index)
         if gone is None:
             return None
-        begin, end = gone
-        inside = (self.kind[begin:end] == M.ALLOC) & (self.addr[begin:end] >= self.addr[begin]) & (self.addr[begin:end] < self.addr[begin] + self.size[begin])
-        pools = self.trace.reshape(-1, M.WORDS)[begin:end][inside, M.T_POOL]
+        pools = self.trace.reshape(-1, M.WORDS)[self._inside(*gone), M.T_POOL]
         return int(pools[0]) if len(pools) else None
 
     def pools_may_be_gone(self) -> bool:
@@ -173,17 +181,24 @@ class Recording:
         """Return the events with which the segment at this address, as it was at this event, came and went; None where it stays, as the final picture names its pool."""
         made = np.flatnonzero((self.kind[: index + 1] == M.SEGMENT_ALLOC) & (self.addr[: index + 1] <= addr) & (addr < self.addr[: index + 1] + self.size[: index + 1]))
         if not len(made):
-            return None
+            area = self._area_at(addr, index)
+            return (area.begin, area.end) if area is not None and area.end < len(self.kind) else None
         begin = int(made[-1])
         gone = np.flatnonzero((self.kind[begin:] == M.SEGMENT_FREE) & (self.addr[begin:] == self.addr[begin]))
         return (begin, begin + int(gone[0])) if len(gone) else None
 
+    def _inside(self, begin: int, end: int) -> Words:
+        """Requests that a segment serves, between the events with which it comes and goes; of a refused request only itself."""
+        if self.kind[begin] == M.OOM:
+            return np.asarray([begin])
+        area = self._area_at(int(self.addr[begin]), begin) if self.kind[begin] == M.SEGMENT_MAP else None
+        low, high = (area.low, area.high) if area is not None else (self.addr[begin], self.addr[begin] + self.size[begin])
+        found: Words = np.flatnonzero((self.kind[begin:end] == M.ALLOC) & (self.addr[begin:end] >= low) & (self.addr[begin:end] < high)) + begin
+        return found
+
     def route(self, segment: tuple[int, int], number: int) -> bool:
         """Give the requests of a segment that comes and goes to a pool; False where there is nothing to change. A number past the pools that there are makes a new, unnamed one."""
-        begin, end = segment
-        inside = np.arange(begin, end)
-        low = self.addr[begin]
-        inside = inside[(self.kind[inside] == M.ALLOC) & (self.addr[inside] >= low) & (self.addr[inside] < low + self.size[begin])]
+        inside = self._inside(*segment)
         table = self.trace.reshape(-1, M.WORDS)
         if len(self.pool_names) == 1:  # the default pool stood there as a record
             table[(self.kind == M.ALLOC) | (self.kind == M.OOM), M.T_POOL] = 0

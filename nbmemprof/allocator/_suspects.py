@@ -13,6 +13,7 @@ from nbmemprof.allocator import _memory as M
 from nbmemprof.allocator._attempt import ACTIONS, Followed
 from nbmemprof.allocator._held import Held
 from nbmemprof.allocator._recording import UNNAMED
+from nbmemprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from nbmemprof.heap._columns import int64
 
 __all__ = ["Suspect", "suspects"]
@@ -52,6 +53,7 @@ def suspects(found: Followed) -> Iterator[Suspect]:
     yield from clues.there_before()
     yield from clues.segments_gone()
     yield from clues.segments_never_made()
+    yield from clues.pages_never_mapped()
     yield from clues.refusals()
 
 
@@ -251,15 +253,56 @@ class _Clues:
             if i >= self.at and wanted is not None and wanted["action"] == "alloc":
                 gone += [(self.at, one, False) for one in held.over(wanted["addr"], 1)]
                 wanted = None
-            gone += [(i, one, True) for one in held.move(int(self.kind[i]), int(self.addr[i]), int(self.size[i]), int(self.table[i, M.T_STREAM]))]
+            addr, size = int(self.addr[i]), int(self.size[i])
+            for begin, length, stream in held.move(int(self.kind[i]), addr, size, int(self.table[i, M.T_STREAM])):
+                low, high = (begin, begin + length) if begin in held.segments else (max(begin, addr), min(begin + length, addr + size))
+                gone.append((i, (low, high - low, stream), True))
         if r.has_picture:
             there = set(int64(r.segments["addr"]).tolist())
             gone += [(self.end, one, True) for one in held.classic() if one[0] not in there]
+            gone += [(self.end, one, True) for one in self._not_pictured(held)]
         for high, (begin, size, stream), certain in gone[:_MOST]:
             kind = M.SEGMENT_FREE if begin in held.segments else M.SEGMENT_UNMAP
             touched = np.flatnonzero((self.addr[:high] >= begin) & (self.addr[:high] < begin + size) & (self.kind[:high] != M.OOM))
             low = int(touched[-1]) + 1 if len(touched) else 0
             yield Suspect(kind, begin, size, stream, low, high, certain=(low, high) if certain else None)
+
+    def _not_pictured(self, held: Held) -> Iterator[tuple[int, int, int]]:
+        """Mapped ranges, or pieces of them, that the final picture does not have."""
+        r = self.recording
+        there = sorted(zip(int64(r.segments["addr"]).tolist(), r.segments["size_bytes"].to_list(), strict=True))
+        for begin, (size, stream) in held.ranges.items():
+            if begin in held.segments:
+                continue
+            at = begin
+            for low, length in [*((a, n) for a, n in there if a < begin + size and a + n > begin), (begin + size, 0)]:
+                if at < low:
+                    yield at, low - at, stream
+                at = max(at, low + length)
+
+    def pages_never_mapped(self) -> Iterator[Suspect]:
+        """Requests that lie where nothing is mapped: that it was is missing among what was done for the first of them."""
+        if not self.found.terms.empty or not (self.kind == M.SEGMENT_MAP).any():
+            return
+        held = Held()
+        for i in np.flatnonzero((self.kind == M.ALLOC) | ((self.kind >= M.SEGMENT_ALLOC) & (self.kind <= M.SEGMENT_UNMAP))).tolist():
+            addr, size = int(self.addr[i]), int(self.size[i])
+            if self.kind[i] != M.ALLOC:
+                held.move(int(self.kind[i]), addr, size, 0)
+                continue
+            at = addr
+            for begin, length, _ in held.over(addr, size):
+                if begin > at:
+                    break
+                at = max(at, begin + length)
+            if at >= addr + size:
+                continue
+            first = i
+            while first > 0 and M.SEGMENT_ALLOC <= self.kind[first - 1] <= M.SEGMENT_UNMAP:
+                first -= 1
+            page = SMALL_BUFFER if size <= SMALL_SIZE else self.found.settings.large_segment_size
+            yield Suspect(M.SEGMENT_MAP, at, -(-(addr + size - at) // page) * page, int(self.table[i, M.T_STREAM]), first, i, certain=(first, i))
+            return
 
     def segments_never_made(self) -> Iterator[Suspect]:
         """Segments that are given back, or in the final picture, and were never taken: that they were is missing, right before the first use of them."""
