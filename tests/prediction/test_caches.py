@@ -25,7 +25,7 @@ def ids() -> Any:
     return torch.randint(5, 500, (3, 20), device="cuda")
 
 
-@pytest.mark.cost(0.9)
+@pytest.mark.cost(0.8)
 def test_a_growing_cache_is_the_models_arithmetic_and_padding_is_told():
     def step() -> None:
         tokens = ids()
@@ -43,7 +43,7 @@ def test_a_growing_cache_is_the_models_arithmetic_and_padding_is_told():
     assert not any("unknown integer" in one["what"] for one in made.meta["assumptions"])
 
 
-@pytest.mark.cost(0.6)
+@pytest.mark.cost(0.4)
 def test_a_static_cache_has_room_that_nobody_uses():
     def step() -> None:
         cache = transformers.StaticCache(config=CONFIG, max_cache_len=64)
@@ -55,7 +55,7 @@ def test_a_static_cache_has_room_that_nobody_uses():
     assert (row["tokens"], row["room_tokens"], row["requested_bytes"], row["room_bytes"]) == (20, 64, 3 * 64 * TOKEN, 3 * (64 - 20) * TOKEN)
 
 
-@pytest.mark.cost(0.7)
+@pytest.mark.cost(0.5)
 def test_in_training_keys_and_values_are_activations_and_parts_have_their_owners_names():
     def step() -> None:
         net, tokens = model().train(), ids()

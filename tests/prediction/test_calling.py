@@ -93,7 +93,7 @@ def test_a_device_chosen_above_the_function_is_chosen_again_and_prints_are_shown
     assert (device, weights.device.type) == ("cpu", "cpu")
 
 
-@pytest.mark.cost(0.5)
+@pytest.mark.cost(0.2)
 def test_defaults_closures_fields_and_imported_modules_are_decided_again(tmp_path, monkeypatch):
     (tmp_path / "chosen_elsewhere.py").write_text("import torch\nplace = 'cuda' if torch.cuda.is_available() else 'cpu'\ntable = torch.zeros(32, 1 << 18).to(place)\n")
     monkeypatch.syspath_prepend(tmp_path)

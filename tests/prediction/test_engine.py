@@ -247,7 +247,7 @@ def test_the_layers_of_one_training_step_are_no_iterations_of_a_leak():
             made.stack = 0
 
 
-@pytest.mark.cost(0.4)
+@pytest.mark.cost(0.2)
 def test_every_view_of_a_prediction_speaks_of_the_lines_that_asked():
     held: list[Any] = []
 
@@ -267,7 +267,6 @@ def test_every_view_of_a_prediction_speaks_of_the_lines_that_asked():
     assert made.stacks.filter(made.stacks["depth"] == 0)["filename"].str.ends_with("test_engine.py").all()  # nothing of the fake run itself
 
 
-@pytest.mark.cost(0.4)
 def test_backward_has_the_line_that_called_it_and_a_module_the_users_call():
     def step() -> None:
         net = torch.nn.Linear(512, 512, device="cuda")

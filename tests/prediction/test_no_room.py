@@ -51,7 +51,7 @@ def whole() -> mp.Capture:
     return mp.predict(train, 1 << 20, capacity_bytes=1 << 50)
 
 
-@pytest.mark.cost(0.8)
+@pytest.mark.cost(0.9)
 def test_code_that_catches_the_error_runs_on_as_on_the_device(whole, capsys):
     made = mp.predict(halving, 1 << 20)
     said = capsys.readouterr().out.splitlines()
@@ -67,7 +67,7 @@ def test_code_that_catches_the_error_runs_on_as_on_the_device(whole, capsys):
     assert made.meta["needs"]["peak_reserved_bytes"] == mp.summary(whole)["peak_reserved_bytes"].item()
 
 
-@pytest.mark.cost(0.8)
+@pytest.mark.cost(0.5)
 def test_an_error_that_is_not_caught_ends_the_capture_and_the_need_is_that_of_the_whole_run(whole):
     made = mp.predict(train, 1 << 20)
     needs, peaks = made.meta["needs"], mp.summary(whole).row(0, named=True)
@@ -79,7 +79,7 @@ def test_an_error_that_is_not_caught_ends_the_capture_and_the_need_is_that_of_th
     assert "unrecorded" not in text.report(made) and not any("goes on" in one for one in findings.findings(made))
 
 
-@pytest.mark.cost(0.7)
+@pytest.mark.cost(0.3)
 def test_a_refusal_after_a_backward_leaves_a_copy_that_goes_backward_too():
     def step() -> None:
         train(1 << 10)
@@ -89,7 +89,7 @@ def test_a_refusal_after_a_backward_leaves_a_copy_that_goes_backward_too():
     assert needs["phase"] == "forward" and needs["peak_allocated_bytes"] > 200 * GIB
 
 
-@pytest.mark.cost(0.3)
+@pytest.mark.cost(0.2)
 def test_torchs_own_limit_refuses_from_where_it_is_set():
     def step() -> None:
         held = [torch.zeros(GIB, dtype=torch.uint8, device="cuda")]
@@ -106,7 +106,8 @@ def test_torchs_own_limit_refuses_from_where_it_is_set():
 CALLS = st.lists(st.tuples(st.sampled_from([512, 300 << 10, 3 * MIB, 11 * MIB, 33 * MIB, 70 * MIB]), st.integers(0, 9), st.booleans()), max_size=60)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.cost(0.5)
+@settings(max_examples=25, deadline=None)
 @given(CALLS, st.sampled_from(["", "expandable_segments:True", "roundup_power2_divisions:4"]), st.sampled_from([None, 120 * MIB]))
 def test_a_request_is_refused_where_the_allocator_refuses_it_call_by_call(calls, conf, limit):
     record = Record()
