@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbmemprof.prediction.kernels import (
+    algebra,
     attention,
     blas,
     convolution,
@@ -25,5 +26,5 @@ __all__ = ["install"]
 
 def install(torch: Any, rules: Any) -> None:
     """Fill the tables of ``rules``."""
-    for family in (reduction, blas, attention, convolution, distances, encoder, fourier, losses, normalization, recurrent, indexing, sorting, unfaked):
+    for family in (reduction, blas, algebra, attention, convolution, distances, encoder, fourier, losses, normalization, recurrent, indexing, sorting, unfaked):
         family.install(torch, rules)

@@ -9,6 +9,7 @@ from nbmemprof.prediction.kernels import sorting
 __all__ = ["install"]
 
 FEW = 3072  # indices that the embedding's backward takes without sorting (aten/src/ATen/native/cuda/Embedding.cu)
+_LARGEST = 2  # mode of an embedding bag: its gradient goes to the places that were kept
 ROWS = 10  # NROWS_PER_THREAD there
 
 
@@ -24,8 +25,23 @@ def install(torch: Any, rules: Any) -> None:
     rules.emit[aten._embedding_bag_backward.default] = _bag_backward
     for bag in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
         rules.order[bag] = lambda out: (out[2], out[1], out[0], out[3])
-    for put in (aten.index_put_.default, aten._index_put_impl_.default):
+    for reduce in (aten.scatter_reduce.two, aten.scatter_reduce_.two):
+        rules.emit[reduce] = _scatter_reduce
+    for put in (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default):
         rules.emit[put] = _index_put
+
+
+def _scatter_reduce(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """A mean counts what it added up."""
+    recorder.note(func, out)
+    source, op = args[3], func._schema.name
+    if (args[4] if len(args) > 4 else kwargs.get("reduce")) != "mean" or out.device.type != "cuda":
+        return
+    ones = recorder.begin(source.numel() * source.element_size(), op, "temporary", "operator")
+    counts = recorder.begin(out.numel() * out.element_size(), op, "temporary", "operator")
+    recorder.temporary(out.numel(), op, "temporary")
+    recorder.end(counts)
+    recorder.end(ones)
 
 
 class _InPlace:
@@ -50,7 +66,7 @@ def _embedding_backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: 
 
 
 def _bag_backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
-    if out.layout is recorder.rules.torch.strided:
+    if out.layout is recorder.rules.torch.strided and args[8] != _LARGEST:
         _sorted_rows(recorder, func, args[1], int(args[6]), out, few=False)
     else:
         recorder.note(func, out)
