@@ -87,10 +87,10 @@ def test_a_weight_of_a_workspaces_size_is_no_workspace_when_nobody_knows_it() ->
     assert found["workspace"] == with_all["workspace"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_and_state_that_a_training_keeps_are_no_leak(name: str) -> None:
+def test_gradients_and_state_that_a_training_keeps_are_no_leak() -> None:
     """Backward has no call stacks: as many gradients of one size as the model has layers are no iterations."""
-    assert mp.leaks(capture(name)).is_empty()
+    for name in ("mixtral_small", "resnet50", "gpt2_fp32"):
+        assert mp.leaks(capture(name)).is_empty(), name
 
 
 def test_what_checkpointing_would_make_of_a_step_is_what_it_made_of_it_on_an_h200() -> None:
