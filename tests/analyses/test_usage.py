@@ -149,7 +149,7 @@ class Blocks(torch.nn.Module):  # type: ignore[misc]
         return x.square().mean()
 
 
-@pytest.mark.cost(0.5)
+@pytest.mark.cost(0.4)
 def test_what_checkpointing_each_block_would_save_is_what_it_does_save() -> None:
     model, x = Blocks(), torch.randn(256, 64)
 

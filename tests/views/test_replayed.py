@@ -185,7 +185,7 @@ def test_the_chart_has_the_ranges_and_the_refusals(tight):
     assert [(row["conf"], row["refused"]) for row in data] == [("torch's defaults", "37 refused"), ("expandable_segments:True", "14 refused")]
 
 
-@pytest.mark.cost(0.5)
+@pytest.mark.cost(0.3)
 def test_of_a_virtual_device_the_finding_has_the_replays_answer_and_rows_are_called_modelled():
     """Twelve pieces of 4 MiB, every other one gone: 36 MiB are free in pieces."""
     torch = pytest.importorskip("torch")

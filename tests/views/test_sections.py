@@ -31,7 +31,7 @@ def test_the_page_has_the_verdict_what_was_inferred_the_heap_and_other_settings(
     assert len(page.encode()) < report.BUDGET_BYTES
 
 
-@pytest.mark.cost(0.6)
+@pytest.mark.cost(0.3)
 def test_the_page_has_savings_by_module_parts_experts_and_cards():
     """A small mixture's training on an H200."""
     capture = play("mixtral_small")
