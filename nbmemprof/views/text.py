@@ -82,12 +82,12 @@ def _joined(first: str, second: str, between: str = " · ") -> str:
 
 def _peak(device: Device) -> str:
     peak, reserved = device.number("peak_allocated_bytes"), device.number("peak_reserved_bytes")
-    text = f"peak {format_bytes(peak)}"
     low, high = device.number("peak_allocated_low_bytes"), device.number("peak_allocated_high_bytes")
+    digits = None if low is None or high is None else next((d for d in range(1, _DIGITS) if format_bytes(low, d) != format_bytes(high, d)), None)
+    text = f"peak {format_bytes(peak, digits or 1)}"
     unit = format_bytes(peak).rpartition(" ")[2]
-    if low is not None and high is not None:
-        digits = next((d for d in range(1, _DIGITS) if format_bytes(low, d) != format_bytes(high, d)), None)
-        text += f" (between {_in(low, unit, digits)} and {_in(high, unit, digits)})" if digits else ""
+    if digits and low is not None and high is not None:
+        text += f" (between {_in(low, unit, digits)} and {_in(high, unit, digits)})"
     return text + (f" (reserved {_in(reserved, unit)})" if reserved else "")
 
 

@@ -72,3 +72,9 @@ def test_a_range_is_printed_with_the_digits_that_it_takes_or_not_at_all(low: flo
     capture = predicted(2, GIB)
     capture.meta["counters"]["0"] |= {"peak_allocated_low_bytes": int(low * GIB), "peak_allocated_high_bytes": int(high * GIB)}
     assert text.headline(capture).startswith(said)
+
+
+def test_the_peak_has_the_digits_of_its_range() -> None:
+    capture = predicted(2, GIB + (8 << 20))
+    capture.meta["counters"]["0"] |= {"peak_allocated_low_bytes": int(2.012 * GIB), "peak_allocated_high_bytes": int(2.019 * GIB)}
+    assert text.headline(capture).startswith("peak 2.02 GiB (between 2.01 and 2.02) ")
