@@ -23,6 +23,7 @@ ACTIONS = {
     M.ALLOC: "alloc", M.FREE_REQUESTED: "free_requested", M.FREE_COMPLETED: "free_completed", M.SEGMENT_ALLOC: "segment_alloc", M.SEGMENT_FREE: "segment_free",
     M.SEGMENT_MAP: "segment_map", M.SEGMENT_UNMAP: "segment_unmap", M.OOM: "oom",
 }  # fmt: skip
+_OFTEN = 100_000  # events of many attempts together: enough to load compiled code, not to compile it
 _REASONS = {
     _run.DIFFERS: "the rules give another event",
     _run.STRAY: "nothing is allocated at this address: its alloc is missing",
@@ -111,11 +112,11 @@ def prepare(recording: Recording, terms: Terms) -> Prepared:
     return Prepared(model, trace, rows, moments, seen is not None, said)
 
 
-def attempt(recording: Recording, terms: Terms) -> Followed:
-    """Follow the trace to its end or to the first difference."""
+def attempt(recording: Recording, terms: Terms, *, often: bool = False) -> Followed:
+    """Follow the trace to its end or to the first difference; ``often``: one of many attempts, for which compiled code is loaded where there is any."""
     start = prepare(recording, terms)
     model = start.model
-    model.run(start.trace, start.trace, start.rows, start.moments, work=recording.events.height)
+    model.run(start.trace, start.trace, start.rows, start.moments, work=max(recording.events.height, _OFTEN if often else 0))
     mismatch = _mismatch(recording, model)
     if mismatch is None and recording.lost:
         mismatch = mismatch_at(recording, min(recording.lost) // M.WORDS, _never_completes(recording), None)

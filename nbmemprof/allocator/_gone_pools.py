@@ -14,6 +14,7 @@ from nbmemprof.allocator._recording import UNNAMED, Recording
 
 __all__ = ["Division", "reroute", "supposed"]
 
+_FOLLOWED = 1_000_000  # events, about 8 s where they are not compiled
 _SIDEWAYS = 40  # steps without getting further before the search gives up: within a flush segments are taken off one by one
 
 
@@ -37,20 +38,18 @@ class Division:
         self.found.recording.pool_names[:] = self.names
 
 
-def reroute(found: Followed, again: Callable[[frozenset[str]], Followed], tries: int | None = None) -> list[Division]:
+def reroute(found: Followed, again: Callable[[frozenset[str]], Followed], most: int = _FOLLOWED) -> list[Division]:
     """Whether segments that are gone at the end were private pools': a segment is taken for one where the trace is then followed further.
 
     At a difference either the block that the rules would have used was not theirs to use, or the recorded one lies in a pool of its own.
     A pool gives its segments back when it has gone, so those that went together are tried as one pool first.
     Returns the division that the recording tells, then those with which the trace was followed further and further; the last is in the recording.
-    ``again`` follows the trace once more, with these pools taken for made without splitting; ``tries``: how often at most.
+    ``again`` follows the trace once more, with these pools taken for made without splitting; ``most``: events that are followed in all.
     """
     recording = found.recording
-    search = _Search(recording, again, found.terms.whole)
-    if tries is not None:
-        search.tries = min(search.tries, tries)
+    search = _Search(recording, again, found.terms.whole, most)
     trail = [Division.of(found)]
-    while not found.exact and search.tries > 0:
+    while not found.exact and search.left > 0:
         step = search.step(found)
         if step is None:
             break
@@ -79,26 +78,33 @@ def _reached(found: Followed) -> int:
 
 
 class _Search:
-    def __init__(self, recording: Recording, again: Callable[[frozenset[str]], Followed], whole: frozenset[str]) -> None:
-        self.recording, self.again, self.whole = recording, again, whole
-        self.tries = min(300, max(8, 4_000_000 // recording.events.height))
+    def __init__(self, recording: Recording, again: Callable[[frozenset[str]], Followed], whole: frozenset[str], most: int) -> None:
+        self.recording, self.follow, self.whole, self.left = recording, again, whole, most
         self.sideways = 0
         self.tried: set[tuple[int, int]] = set()  # (segment, pool)
         self.went: dict[int, set[int]] = {}  # unnamed pool → flushes in which segments of its went
         back = np.isin(recording.kind, (M.SEGMENT_FREE, M.SEGMENT_UNMAP, M.OTHER))
         self.burst = np.cumsum(~back)
 
+    def again(self, whole: frozenset[str]) -> Followed:
+        """Follow the trace once more, and count how far."""
+        other = self.follow(whole)
+        self.left -= _reached(other) // M.WORDS + self.recording.events.height // 20  # what it takes to begin
+        return other
+
     def step(self, found: Followed) -> Followed | None:
         """Route one segment; returns the attempt that got furthest, or one that got as far and differs elsewhere."""
         recording, mismatch = self.recording, found.mismatch
         assert mismatch is not None  # noqa: S101 - asked for where something differs
+        if mismatch["index"] >= recording.events.height:
+            return self._pictured(found)
         kept, known = recording.trace.copy(), list(recording.pool_names)
         aside = None
         for segment, number in self._options(found):
-            if self.tries <= 0 or (segment[0], number) in self.tried:
+            if self.left <= 0 or (segment[0], number) in self.tried:
                 continue
             if recording.route(segment, number):
-                other, self.tries = self.again(self.whole), self.tries - 1
+                other = self.again(self.whole)
                 if other.exact or _reached(other) > _reached(found):
                     return self._take(segment, number, other)
                 elsewhere = other.mismatch is not None and other.mismatch["expected"] != mismatch["expected"]
@@ -115,6 +121,16 @@ class _Search:
         self.sideways += 1
         return self._take(segment, number, other)
 
+    def _pictured(self, found: Followed) -> Followed | None:
+        """All events are followed and the final picture is not: a pool that is there was made without splitting."""
+        for name in self.recording.pool_names[1:]:
+            if name not in self.whole and self.left > 0:
+                other = self.again(self.whole | {name})
+                if other.exact:
+                    self.whole |= {name}
+                    return other
+        return None
+
     def _unsplit(self, found: Followed) -> Followed | None:
         """Take the pool of the block that the rules would use for one made without splitting: what would be left of a block is not there."""
         recording, mismatch = self.recording, found.mismatch
@@ -127,12 +143,12 @@ class _Search:
         else:
             now, unnamed = recording.pool_beside(addr, index), [i for i, name in enumerate(known) if name.startswith(UNNAMED)]
             options = list(dict.fromkeys([*([now] if now else []), *reversed(unnamed), len(known), *range(1, len(known))]))
-        for number in options if self.tries > 0 else ():
+        for number in options if self.left > 0 else ():
             if segment is not None:
                 recording.route(segment, number)
             whole = self.whole | ({recording.pool_names[number]} if number < len(recording.pool_names) else set())
             if whole != self.whole:
-                other, self.tries = self.again(whole), self.tries - 1
+                other = self.again(whole)
                 if other.exact or _reached(other) > _reached(found):
                     self.whole = whole
                     return other if segment is None else self._take(segment, number, other)

@@ -116,7 +116,7 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
     if not found.exact and len(recording.pool_names) > 1:
         found = _unsplit(found, recording.pool_names[1:], lambda whole: under(whole=whole))
         divided = found.terms
-        trail = reroute(found, lambda whole: attempt(recording, replace(divided, whole=whole)))
+        trail = reroute(found, lambda whole: attempt(recording, replace(divided, whole=whole), often=True))
         found = trail[-1].found
     if open_ and not found.exact:
         found = _narrow(found, bounds.widest(), lambda limit: under(limit_bytes=limit))

@@ -26,7 +26,7 @@ __all__ = ["certain", "divided_with_one_more"]
 
 _BACK = 8  # divisions from which the search goes on: the last one that explains all before the lost event is among the last
 _EACH = 6  # suspects that are put in at each
-_TRIES, _FOLLOWED = 400, 600_000  # attempts in all, and events in them: 6 s at most
+_FOLLOWED = 600_000  # events in all attempts, about 6 s where they are not compiled
 
 
 def certain(found: Followed) -> Suspect | None:
@@ -37,7 +37,7 @@ def certain(found: Followed) -> Suspect | None:
 
 def divided_with_one_more(trail: list[Division]) -> Division | None:
     """Return a division under which the trace lacks one event and nothing else; None where none was found. It is in the recording then."""
-    left = [min(_TRIES, _FOLLOWED // trail[0].found.recording.events.height)]
+    left = [_FOLLOWED]
     for division in trail[: -_BACK - 1 : -1]:
         division.apply()
         trials, found = Trials(division.found), []
@@ -55,7 +55,7 @@ def divided_with_one_more(trail: list[Division]) -> Division | None:
 
 
 def _followed_with(division: Division, suspect: Suspect, place: int, left: list[int]) -> Division | None:
-    """Go on with the event put in; None where that does not come to the end. ``left``: attempts that are left, counted down."""
+    """Go on with the event put in; None where that does not come to the end. ``left``: events that may be followed, counted down."""
     division.apply()
     recording, terms = division.found.recording, division.found.terms
     longer = with_event(recording, suspect, place)
@@ -63,8 +63,9 @@ def _followed_with(division: Division, suspect: Suspect, place: int, left: list[
         return None
 
     def again(whole: frozenset[str]) -> Followed:
-        left[0] -= 1
-        return attempt(longer, replace(terms, whole=whole))
+        other = attempt(longer, replace(terms, whole=whole), often=True)
+        left[0] -= int(other.model.m[M.AT]) // M.WORDS + len(longer.kind) // 20
+        return other
 
     found = again(terms.whole)
     last = Division.of(found) if found.exact else reroute(found, again, left[0])[-1]
