@@ -43,8 +43,8 @@ def test_a_lost_event_is_told_at_its_place_or_in_an_interval_that_holds_it(exact
         table[action, tag] += 1
         if tag in ("off", "exact"):
             wrong.append(f"{whole.name}: event {at}, {action}: {tag}")
+            print(wrong[-1], flush=True)
     show("drop", table)
-    print("\n".join(wrong))
     assert not wrong
 
 
@@ -57,8 +57,8 @@ def test_an_injured_trace_is_exact_only_where_the_allocator_could_have_left_it(e
         table[action, tag] += 1
         if tag == "exact" and not possible(whole, kind, at):
             wrong.append(f"{whole.name}: event {at}, {action}")
+            print(wrong[-1], flush=True)
     show(kind, table)
-    print("\n".join(wrong))
     assert not wrong
 
 
