@@ -7,6 +7,7 @@ import polars as pl
 from nbmemprof.analyses._moment import live_at
 from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
+from nbmemprof.units import format_bytes
 
 __all__ = ["breakdown"]
 
@@ -27,8 +28,8 @@ def breakdown(capture: Capture, at: str | float = "peak", by: str = "category") 
     Returns
     -------
     One row a device and category: ``device rank kind category requested_bytes size_bytes count share`` (of the device's
-    ``size_bytes``, in [0, 1]) ``evidence`` (by bytes, the strongest first) ``origin``; by ``size_bytes`` descending. The
-    difference of the byte columns is rounding. What no evidence speaks for is ``unknown``.
+    ``size_bytes``, in [0, 1]) ``evidence`` (by bytes, the strongest first) ``origin`` ``reason``; by ``size_bytes`` descending. The
+    difference of the byte columns is rounding. What no evidence speaks for is ``unknown``, and ``reason`` says why, with the bytes of each; null elsewhere.
 
     Raises
     ------
@@ -59,11 +60,30 @@ def breakdown(capture: Capture, at: str | float = "peak", by: str = "category") 
         pl.col("requested_bytes").sum(), pl.col("size_bytes").sum(), pl.col("count").sum(), pl.col("evidence").cast(pl.String).str.join(", ")
     )
     whole = pl.col("size_bytes").sum().over(keys)
-    return (
+    made = (
         summed.with_columns(pl.when(whole > 0).then(pl.col("size_bytes") / whole).alias("share"), pl.lit(capture.meta["origin"]).alias("origin"))
         .select(*keys, *what, "requested_bytes", "size_bytes", "count", "share", "evidence", "origin")
         .sort("rank", "device", "size_bytes", *what, descending=[False, False, True, *(False for _ in what)], nulls_last=True)
     )
+    unknown = pl.col("category").cast(pl.String) == "unknown"
+    why = _reasons(live.filter(unknown), keys, watched=capture.tables["contexts"].height > 0)
+    return made.join(why, on=keys, how="left", nulls_equal=True, maintain_order="left").with_columns(pl.when(unknown).then("reason").alias("reason"))
+
+
+def _reasons(rows: pl.DataFrame, keys: list[str], *, watched: bool) -> pl.DataFrame:
+    """Why rows are unknown, in words, a row a heap; ``watched``: phases and owners were looked for."""
+    phase, framed = pl.col("phase").is_not_null(), pl.col("stack_id").is_not_null()
+    nobody = ", and found in no model or optimizer" if watched else ""
+    why = (
+        pl.when("at_start").then(pl.lit(f"there before the recording{nobody}"))
+        .when(phase & pl.lit(watched)).then(pl.format("asked for in {}, and neither an owner nor when it went tells what for", "phase"))
+        .when(framed & pl.lit(watched)).then(pl.lit(f"asked for outside forward, backward and optimizer{nobody}"))
+        .when(framed).then(pl.lit("the call stacks do not tell"))
+        .otherwise(pl.lit(f"no call stack{', in no phase' if watched else ''}"))
+    )  # fmt: skip
+    each = rows.with_columns(why=why).group_by(*keys, "why").agg(pl.col("size_bytes").sum()).sort("size_bytes", "why", descending=[True, False])
+    words = [f"{format_bytes(size)}: {text}" for size, text in each.select("size_bytes", "why").iter_rows()]
+    return each.with_columns(words=pl.Series(words, dtype=pl.String)).group_by(keys, maintain_order=True).agg(reason=pl.col("words").str.join("; "))
 
 
 def _named(live: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:

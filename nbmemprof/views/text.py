@@ -163,7 +163,7 @@ def tables(known: Facts, device: Device, top: int) -> list[tuple[str, list[str],
     made = [("Numbers", ["what", "value"], _numbers(known, device))]
     if device.breakdown.height:
         made.append(table(f"What held memory {when}", _with_state(known, device), {
-            "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "state": "of it", "evidence": "known by", "origin": "origin",
+            "category": "for", "size_bytes": "size", "requested_bytes": "requested", "share": "share", "state": "of it", "evidence": "known by", "origin": "origin", "reason": "why unknown",
         }, top + 4))  # fmt: skip
     if device.sites.height and device.sites["site"].drop_nulls().len():
         made.append(table(f"Lines that held most {when}", device.sites, {

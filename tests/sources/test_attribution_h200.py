@@ -69,6 +69,17 @@ def test_what_nobody_found_is_unknown_and_no_neighbours(lost: str) -> None:
     assert {c: b for c, b in found.items() if c not in ("unknown", lost)} == {c: b for c, b in with_all.items() if c not in ("unknown", lost)}
 
 
+def test_what_is_unknown_says_why() -> None:
+    def reason(made: Capture) -> str | None:
+        told = dict(mp.breakdown(made).select(pl.col("category").cast(pl.String), "reason").iter_rows())
+        assert all(text is None for category, text in told.items() if category != "unknown")
+        return told["unknown"]
+
+    assert reason(capture("gpt2_midrun")) == "65 MiB: there before the recording, and found in no model or optimizer"
+    assert reason(capture("gpt2_checkpointed")) == "1 MiB: asked for in recompute, and neither an owner nor when it went tells what for"
+    assert reason(capture("resnet50")) == "512 B: asked for outside forward, backward and optimizer, and found in no model or optimizer"
+
+
 def test_each_moment_of_an_optimizer_is_told_by_its_name() -> None:
     named = mp.breakdown(capture("gpt2_fp32"), by="name")
     state = named.filter(pl.col("category").cast(pl.String) == "optimizer_state").select("name", "requested_bytes").rows()
