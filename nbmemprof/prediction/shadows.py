@@ -32,7 +32,7 @@ class Shadows:
         # masks are made with these: their values are kept in floating point too
         self._masks = frozenset((
             aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.masked_fill.Scalar, aten.masked_fill_.Scalar, aten.where.self, aten.where.ScalarSelf, aten._to_copy.default,
-            aten.mul.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.add.Tensor, aten.linspace.default,
+            aten.mul.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.add.Tensor, aten.linspace.default, aten.index_put_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default,
         ))  # fmt: skip
         self._outside = torch.utils._python_dispatch._disable_current_modes
         self._data = {
@@ -168,12 +168,13 @@ class Shadows:
         """A view's value is the same view of the value."""
         source = args[0] if args else None
         if (isinstance(source, self.fake) and _NAME in source.__dict__) or (isinstance(source, self.tensor) and not isinstance(source, self.fake) and source.device.type == "cpu"):
-            self.follow(func, args, kwargs, out)
+            self.follow(func, args, kwargs, out, view=True)
 
-    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute the values of an operator's outputs where they are small and its inputs known."""
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, view: bool = False) -> None:
+        """Compute the values of an operator's outputs where they are small, or masks or views of such, and its inputs known."""
         if isinstance(out, self.tensor):
-            if not self._wanted(out) and not (func in self._masks and out.numel() <= LIMIT and (self._some_known(args) or func is self._linspace)):
+            mask = view or (func in self._masks and (self._some_known(args) or func is self._linspace))
+            if not self._wanted(out) and not (mask and out.numel() <= LIMIT):
                 return
         elif isinstance(out, (tuple, list)):
             if not any(isinstance(item, self.tensor) and self._wanted(item) for item in out):
@@ -195,7 +196,7 @@ class Shadows:
             return
         if written and (out is None or out is args[0]):
             return  # the shadow was written in place
-        self._keep(out, real, func in self._masks)
+        self._keep(out, real, view or func in self._masks)
 
     def _first_known(self, value: Any) -> bool:
         """Whether an operator that returns nothing writes to something known: lists are known or unknown as a whole."""
