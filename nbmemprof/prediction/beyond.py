@@ -22,6 +22,7 @@ __all__ = ["Beyond"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MARGIN_S = 2.0  # before the time of the whole prediction is over
+_STILL_S = 5.0  # a copy that has computed nothing for so long waits for a thread that is not there
 
 
 class Beyond:
@@ -75,16 +76,25 @@ class Beyond:
             os._exit(0)
 
     def answer(self) -> dict[str, Any] | None:
-        """What the copy found; None where it found nothing in time, or ended early."""
+        """What the copy found; None where it found nothing in time, stands still, or ended early."""
         if self._pid <= 0:
             return self._answer
-        data = b""
+        data, busy, moved = b"", -1, time.monotonic()
         try:
-            while select.select([self._pipe], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
-                part = os.read(self._pipe, 1 << 16)
-                if not part:
+            while True:
+                now = time.monotonic()
+                if select.select([self._pipe], [], [], max(0.0, min(0.5, self._deadline - now)))[0]:
+                    part = os.read(self._pipe, 1 << 16)
+                    if not part:
+                        break
+                    data += part
+                    continue
+                ticks = _ticks(self._pid)
+                busy, moved = (busy, moved) if ticks == busy else (ticks, now)
+                if now >= self._deadline or now - moved > _STILL_S:
                     break
-                data += part
+        except KeyboardInterrupt:  # the user has waited long enough
+            pass
         finally:
             self._end()
         with contextlib.suppress(pickle.UnpicklingError, EOFError):
@@ -100,3 +110,11 @@ class Beyond:
         self._pid = -1
 
 
+def _ticks(pid: int) -> int:
+    """Time that a process has computed, in the kernel's ticks (proc(5): utime and stime)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123 - a line of a file that is no file
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return int(fields[11]) + int(fields[12])

@@ -110,6 +110,7 @@ def capture_of(record: Record, gpu: GPU, *, conf: str, torch: str, limit_bytes: 
 
     assumptions = dict(record.assumptions)
     refused = np.flatnonzero(trace[:, 0] == M.OOM)
+    refused = refused[~np.isin(np.asarray(record.events, np.int64)[trace[refused, 5] // M.WORDS], record.spared)] if record.spared else refused
     if len(refused):
         meta = meta | {"needs": _needs(record, trace, refused, _unrefused(record, trace, refused, since, opening.allocated) or needs(record, conf=conf, torch=torch, since=since))}
         if not record.refused:

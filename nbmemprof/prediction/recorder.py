@@ -38,7 +38,8 @@ class Record:
     ``events`` in order: index of an allocation when it is made, its complement (``~index``) when it goes, :data:`EMPTY_CACHE`. ``assumptions``
     counts what had to be assumed, by its text. ``slack`` are bytes of allocations that a rule only bounds: (index, low, high).
     ``stacks``: call stacks by their number, each frame ``(function, file, line)``, innermost first. ``rooms``: what there was from an event on, as
-    (number of the event, capacity, torch's own limit); empty where nothing was refused while it ran. ``refused``: requests that met torch's error;
+    (number of the event, capacity, torch's own limit); empty where nothing was refused while it ran. ``refused``: requests that were refused, ``spared``:
+    those of them that met no error, since their operator goes on without;
     ``needs``: for the first of a run, (number of its event, what a copy found that nothing was refused in). ``caches``: what a KV cache held at the end of
     a forward, as (number of events so far, shape, tokens of it that are padding); ``parameters``: of each weight layer, name, dtype, elements, rows of a
     matrix (0: none) and bytes.
@@ -54,6 +55,7 @@ class Record:
     stacks: list[tuple[tuple[str, str, int | None], ...]] = field(default_factory=lambda: [()])
     rooms: list[tuple[int, int, int | None]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    spared: list[int] = field(default_factory=list)
     needs: list[tuple[int, dict[str, Any] | None]] = field(default_factory=list)
     caught: bool = False  # the code went on after the error
     caches: list[tuple[int, Shape, int | None]] = field(default_factory=list)
@@ -199,8 +201,8 @@ def recorder_class(torch: Any) -> type:
                 ref.index, ref.key = index, key
                 self.live[key] = ref
 
-        def begin(self, nbytes: int, op: str, category: str | None = None, evidence: str | None = None) -> int:
-            """Write down a request; returns its index."""
+        def begin(self, nbytes: int, op: str, category: str | None = None, evidence: str | None = None, *, spared: bool = False) -> int:
+            """Write down a request; returns its index. ``spared``: where it is refused, its operator goes on without."""
             record = self.record
             index = len(record.made)
             layer, phase, step = self.where.now()
@@ -210,7 +212,7 @@ def recorder_class(torch: Any) -> type:
             self.sizes[index] = nbytes
             record.events.append(index)
             if self.room is not None:
-                self.room.asks(index, nbytes, may_be_undone=self.where.node is not None and op == "aten::add")
+                self.room.asks(index, nbytes, may_be_undone=self.where.node is not None and op == "aten::add", spared=spared)
             return index
 
         def end(self, index: int) -> None:
@@ -224,10 +226,10 @@ def recorder_class(torch: Any) -> type:
                 self.end(self.begin(nbytes, op, category, "operator"))
 
         def ranged(self, guess: int, low: int, high: int, op: str) -> None:
-            """A request that ends within its operator and of which only a range is known."""
+            """A request that ends within its operator and of which only a range is known: cuDNN takes another plan where a convolution's workspace is refused."""
             if high <= 0:
                 return
-            index = self.begin(guess, op, "workspace", "operator") if guess else self.begin(0, op, "workspace", "operator")
+            index = self.begin(guess, op, "workspace", "operator", spared="convolution" in op)
             self.end(index)
             if low != high:
                 self.record.slack.append((index, low, high))

@@ -106,13 +106,15 @@ class Room:
         return self._at >= events
 
     # ------------------------------------------------------------------ requests
-    def asks(self, index: int, nbytes: int, *, may_be_undone: bool) -> None:
+    def asks(self, index: int, nbytes: int, *, may_be_undone: bool, spared: bool = False) -> None:
         """A request was written down: raise where the device has no room for it.
 
         Parameters
         ----------
         may_be_undone
             It may turn out to be none (a sum of gradients in place): looked at with the next.
+        spared
+            Where it is refused its operator goes on without: noted, and no error.
 
         Raises
         ------
@@ -128,7 +130,7 @@ class Room:
             segment = self._segments[nbytes] = self._most(nbytes)
         self._left -= segment
         if self._left < 0 and not may_be_undone:
-            self._look(index)
+            self._look(index, spared=spared)
 
     def _most(self, nbytes: int) -> int:
         """The most that reserved memory grows by a request: its segment; where segments grow, its pages and a begun one."""
@@ -159,13 +161,19 @@ class Room:
         m = self.device._model.m
         self._left = int(min(m[M.LIMIT], m[M.CAPACITY]) - m[M.RESERVED])
 
-    def _look(self, index: int) -> None:
+    def _look(self, index: int, *, spared: bool) -> None:
         before = self._at
         self.follow()
         rows, events = self._rows, self.record.events
         asked = [e for e in events[before:] if 0 <= e != EMPTY_CACHE]
         refused = next((e for e in asked if rows[2 * e] == -1), None)
         if refused is None:
+            self._measure()
+            return
+        if spared and refused == index:
+            self.record.refused.append(index)
+            self.record.spared.append(index)
+            self.record.assume("a convolution's workspace was refused: cuDNN was taken to go on with a plan that needs none")
             self._measure()
             return
         if self.beyond is not None and self.beyond.go_on(len(events) - 1):  # in the copy nothing is refused any more

@@ -102,7 +102,7 @@ class PredictionSource:
         at, assumptions, kernels = since
         record, setting = here.session.record, here.setting
         here.session.finish(at)
-        record.caught = not here.session.room.ended(getattr(sys, "last_value", None))
+        record.caught = not any(here.session.room.ended(error) for error in (sys.exc_info()[1], getattr(sys, "last_value", None)))
         window = replace(record, assumptions=_more(record.assumptions, assumptions), kernels=_more(record.kernels, kernels))
         return feed.capture_of(
             window, setting.gpu, conf=setting.conf, torch=setting.gpu.torch, limit_bytes=setting.limit_bytes, capacity_bytes=setting.capacity_bytes, since=at, meta={"recording": feed.NOTHING_SPENT},

@@ -102,6 +102,20 @@ def test_torchs_own_limit_refuses_from_where_it_is_set():
     assert made.meta["needs"]["peak_allocated_bytes"] == 21 * GIB
 
 
+@pytest.mark.cost(0.2)
+def test_a_convolution_whose_workspace_is_refused_goes_on_without():
+    def step() -> None:
+        net = torch.nn.Conv2d(64, 64, 3, padding=1, device="cuda")
+        images = torch.zeros(32, 64, 64, 64, device="cuda")
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 33 * MIB) / torch.cuda.mem_get_info()[1])
+        with torch.no_grad():
+            net(images)
+
+    made = mp.predict(step)
+    assert mp.summary(made)["ooms"].item() == 1 and mp.oom(made)["requested_bytes"].item() > 0
+    assert "needs" not in made.meta and any("cuDNN was taken to go on" in one["what"] for one in made.meta["assumptions"])
+
+
 # ---------------------------------------------------------------------- the rules, and the copy
 CALLS = st.lists(st.tuples(st.sampled_from([512, 300 << 10, 3 * MIB, 11 * MIB, 33 * MIB, 70 * MIB]), st.integers(0, 9), st.booleans()), max_size=60)
 
