@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.capture import Capture
-from nbmemprof.units import format_bytes, format_count
+from nbmemprof.units import format_bytes, format_count, format_time_us
 from nbmemprof.views import replayed
 from nbmemprof.views._facts import Device, Facts, facts
 from nbmemprof.views._fits import caches
@@ -144,9 +144,15 @@ def _gap(known: Facts, device: Device) -> list[str]:
 
 
 def _retries(known: Facts, device: Device) -> list[str]:
-    retries = device.number("retries")
+    """Requests that were made again after a flush: by torch's counter, else by the trace, where the program's own ``empty_cache()`` is marked."""
+    retries, took = device.number("retries"), ""
+    collects = "garbage_collection_threshold" in str(known.meta.get("conf") or "")  # gives back before new memory, too
+    if retries is None and known.meta.get("source") == "torch_history" and not collects:
+        rows = known.of(known.ask("stalls"), device).filter(pl.col("what") == "retry")
+        retries = int(rows["count"].sum()) if rows.height else 0
+        took = f", {format_time_us(rows['time_us'].sum())} in all" if retries and rows["time_us"].null_count() == 0 else ""
     return (
-        [f"Torch had to free its cache and ask again {_times(retries)}: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
+        [f"Torch had to free its cache and ask again {_times(retries)}{took}: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
     )
 
 
