@@ -22,6 +22,7 @@ _LONG = 600  # characters of a sentence
 _LOUD_GAP = 0.25  # reserved this much above allocated is worth a sentence
 _MIN_GAP = 64 << 20
 _MIN_LEAK = 1 << 20
+_ROOMY = 0.5  # of the capacity or limit: below it no request is refused
 _NEAR = 0.9  # of the capacity or limit
 _COSTLY = 0.05  # share of the cell's time that recording, or the allocator's device calls, took
 _LONG_STALL_US = 10_000
@@ -147,7 +148,9 @@ def _retries(known: Facts, device: Device) -> list[str]:
     """Requests that were made again after a flush: by torch's counter, else by the trace, where the program's own ``empty_cache()`` is marked."""
     retries, took = device.number("retries"), ""
     collects = "garbage_collection_threshold" in str(known.meta.get("conf") or "")  # gives back before new memory, too
-    if retries is None and known.meta.get("source") == "torch_history" and not collects:
+    bounds = [b for b in (known.meta.get("limit_bytes"), device.number("capacity_bytes")) if isinstance(b, int)]
+    roomy = bool(bounds) and (device.number("peak_reserved_bytes") or 0) + (device.number("outside_bytes") or 0) < _ROOMY * min(bounds)  # nothing can have been refused
+    if retries is None and known.meta.get("source") == "torch_history" and not collects and not roomy:
         rows = known.of(known.ask("stalls"), device).filter(pl.col("what") == "retry")
         retries = int(rows["count"].sum()) if rows.height else 0
         took = f", {format_time_us(rows['time_us'].sum())} in all" if retries and rows["time_us"].null_count() == 0 else ""
