@@ -30,7 +30,8 @@ def adopt(torch: Any, session: Any, names: dict[str, Any]) -> Adopted:
         before = mover.nbytes
         try:
             mover.visit(value, DEPTH)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"memprof: {name} has no room any more on the device, where code before this would have put it.")
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             done.left[name] = str(error).splitlines()[0]

@@ -232,8 +232,8 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
         since = len(record.events)
         result = _run(shell, job.text, job.number)
         success, record.caught = result.success, not session.room.ended(result.error_in_exec)
-    except torch.OutOfMemoryError:  # what was there before does not fit
-        shell.showtraceback()
+    except torch.OutOfMemoryError as error:  # what was there before does not fit
+        shell._showtraceback(type(error), error, [f"OutOfMemoryError: {error}", *error.__notes__])
     session.finish(since)
     send(line, "record", record, since, warnings, {"torch": torch.__version__, "python": sys.version.split()[0]})
     send(line, "done", success)
