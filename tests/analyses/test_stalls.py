@@ -149,5 +149,5 @@ def test_a_retry_of_a_live_recording_is_said_with_its_time_even_where_it_took_li
     cap.meta["source"] = "torch_history"
     assert "Torch had to free its cache and ask again once, 1 ms in all" in " ".join(findings(cap))
     cap = timed(retried(), [0, 1, 5, 1, 5, 5, 300, 700, 10_000_000])
-    cap.meta |= {"source": "torch_history", "capacity_bytes": 1 << 37}
+    cap.meta.update(source="torch_history", capacity_bytes=1 << 37)
     assert not any("ask again" in said for said in findings(cap)), "with so much room nothing was refused"
