@@ -112,7 +112,8 @@ def test_an_error_is_the_users_own_with_its_line(run, shell):
 
 @pytest.mark.cost(0.5)
 def test_a_cell_that_finds_no_room_has_torchs_error_at_its_line_and_one_that_catches_it_goes_on(run, shell):
-    result, text = run("%%memprof --predict H200:8GiB\nimport torch\nheld = []\nfor _ in range(9):\n    held.append(torch.zeros(1 << 30, dtype=torch.uint8, device='cuda'))\nprint('not here')")
+    run("import torch")
+    result, text = run("%%memprof --predict H200:8GiB\n\nheld = []\nfor _ in range(9):\n    held.append(torch.zeros(1 << 30, dtype=torch.uint8, device='cuda'))\nprint('not here')")
     assert type(result.error_in_exec) is torch.OutOfMemoryError and "Tried to allocate 1.00 GiB" in str(result.error_in_exec)
     assert "----> 5     held.append(" in text and "/prediction/" not in text and "not here" not in text.split("OutOfMemoryError: ")[-1] and "this machine's memory" not in text
     assert "does not fit: first refused at zeros (asked 1 GiB); it needs at least about 9 GiB" in text.split("OutOfMemoryError: ")[-1]
