@@ -74,8 +74,10 @@ def _row(capture: Capture, gpu: GPU, allocated: int, reserved: int, *, replay: b
     if not on_gpu:
         evidence = f"{evidence}; {_WHERE_FROM_A_CPU}"
     fits = "yes" if high <= gpu.capacity_bytes else "no" if low > gpu.capacity_bytes else "maybe"
-    if capture.meta.get("needs"):
+    if needs := capture.meta.get("needs"):
         evidence = f"predicted peak as if no request were refused{evidence.removeprefix('recorded peak')}"
+        if not needs.get("whole", True):
+            fits, evidence = "no" if fits == "no" else "maybe", str(needs["known_by"])
         if capture.meta.get("limit_bytes") is None and gpu.capacity_bytes <= int(capture.meta.get("capacity_bytes") or 0):
             fits, evidence = "no", f"{evidence}; the prediction with {format_bytes(int(capture.meta['capacity_bytes']))} met a refusal"
     if fits == "maybe" and replay and capture.events.height <= _MOST:

@@ -138,7 +138,7 @@ def _needs(record: Record, trace: Any, refused: Any, free: dict[str, Any]) -> di
 def needs(record: Record, *, conf: str, torch: str, since: int = 0) -> dict[str, Any]:
     """Peaks from an event on as if there were room for everything; what had been refused before is not counted."""
     stats = served(record, torch=torch, conf=_without_limit(conf), history=False, since=since, opened=Device.reset_peak_stats if since else None, left_out=record.refused).stats()
-    return {"peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"], "known_by": "the code went on as if nothing were refused"}
+    return {"peak_allocated_bytes": stats["allocated_bytes.all.peak"], "peak_reserved_bytes": stats["reserved_bytes.all.peak"], "known_by": "the code went on as if nothing were refused", "whole": True}
 
 
 def _unrefused(record: Record, trace: Any, refused: Any, since: int, before: int) -> dict[str, Any] | None:
@@ -151,7 +151,7 @@ def _unrefused(record: Record, trace: Any, refused: Any, since: int, before: int
     sizes = -(-trace[:, 2] // _ROUND) * _ROUND
     kinds = trace[: refused[0], 0]
     held = before + int(sizes[: refused[0]][kinds == M.ALLOC].sum() - sizes[: refused[0]][kinds == M.FREE_REQUESTED].sum()) + int(sizes[refused[0]])
-    return {"peak_allocated_bytes": held, "peak_reserved_bytes": held, "known_by": "what was held and asked for at the refusal: it needs more, how much was not found in time"}
+    return {"peak_allocated_bytes": held, "peak_reserved_bytes": held, "known_by": "what was held and asked for at the refusal: it needs more, how much was not found in time", "whole": False}
 
 
 def _without_limit(conf: str) -> str:

@@ -63,7 +63,8 @@ def predict(
     ``meta["kernels"]`` the attention kernels that were chosen. A request that finds no room meets ``torch.OutOfMemoryError``, as on the device: code
     that catches it goes on, else the capture ends there (this function raises nothing then). ``meta["needs"]`` tells the first such request
     (``refused_bytes seq op layer phase step``), how many there were (``refused``), whether the code ``caught`` it, and the peaks as if none were
-    refused (``peak_allocated_bytes peak_reserved_bytes``): of a copy of the run that goes on from there with all that it asks for (``known_by`` says so).
+    refused (``peak_allocated_bytes peak_reserved_bytes``): of a copy of the run that goes on from there with all that it asks for, or, where that
+    came to no end (``whole`` is False, ``known_by`` says why), the least that it needs.
 
     Raises
     ------

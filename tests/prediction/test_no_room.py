@@ -163,5 +163,6 @@ def test_a_copy_that_takes_too_long_is_ended_and_the_need_is_a_lower_bound():
     assert beyond.answer() is None and not beyond.go_on(1)  # one for each run
     made: list[Any] = [Allocation(100 * GIB, "empty", None, None, 0), Allocation(60 * GIB, "empty", None, None, 0)]
     record = Record(events=[0, 1], made=made, refused=[1], needs=[(1, None)], rooms=[(0, 139 * GIB, None)])
-    needs = feed.capture_of(record, H200, conf="", torch="2.11", limit_bytes=None, capacity_bytes=None, meta={}).meta["needs"]
-    assert needs["peak_allocated_bytes"] == 160 * GIB and "needs more" in needs["known_by"]
+    capture = feed.capture_of(record, H200, conf="", torch="2.11", limit_bytes=None, capacity_bytes=None, meta={})
+    assert capture.meta["needs"]["peak_allocated_bytes"] == 160 * GIB and not capture.meta["needs"]["whole"]
+    assert set(mp.cards(capture)["fits"]) == {"no", "maybe"} and mp.cards(capture)["evidence"].str.contains("needs more").all()
