@@ -26,6 +26,7 @@ __all__ = ["DETECTORS", "Finding", "Seen"]
 
 _SMALL = 16  # a survivor uses less than a sixteenth of what it holds
 _MIN_PINNED = 1 << 20
+_ROOMY = 0.5  # of the limit or card
 _SLOW = 0.02  # share of the time that device calls take
 _REFUSALS = 4  # that are looked into
 _MIB = 1 << 20
@@ -82,6 +83,14 @@ class Seen:
     def is_cuda(self) -> bool:
         """Whether there is memory of torch's CUDA allocator at all."""
         return any(curve.key[2] == "device" for curve in heap.curves(self.capture))
+
+    def roomy(self, device: int | None) -> bool:
+        """Whether torch held so little of its limit and of the card, where they are told, that no request can have been refused."""
+        capacity = self.capture.meta.get("capacity_bytes")
+        capacity = capacity.get(str(device)) if isinstance(capacity, dict) else capacity
+        bounds = [int(b) for b in (self.limit(device, told=True), capacity) if isinstance(b, (int, float))]
+        peak = max((int(c.reserved.max(initial=0)) for c in heap.curves(self.capture) if c.key[1:] == (device, "device")), default=0)
+        return bool(bounds) and peak < _ROOMY * min(bounds) and not (self.capture.tables["events"]["action"] == "oom").any()
 
     def limit(self, device: int | None, *, told: bool = False) -> int | None:
         """Torch's own limit, where it is told, or where a replay shows one: that is one of a range which explains the trace."""
@@ -366,6 +375,8 @@ def device_calls(seen: Seen) -> Iterator[Finding]:
 def _why_back(seen: Seen, device: int | None) -> str:
     """Memory is tight, or the program empties the cache: what is known of it."""
     known = inferred_retries(seen.capture).get(device) if seen.replayed else None
+    if seen.roomy(device):
+        return "There was room, so nothing was refused: the program gives its cache back. Leave torch.cuda.empty_cache() out, and the cache serves what follows."
     if known == 0 and not (seen.capture.tables["events"]["action"] == "oom").any():
         return "By the replay no request was retried: the program gives its cache back. Leave torch.cuda.empty_cache() out, and the cache serves what follows."
     if known or seen.capture.meta.get("source") == "torch_history":  # which has a mark of every empty_cache()

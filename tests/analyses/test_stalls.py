@@ -87,6 +87,9 @@ def test_what_made_torch_give_memory_back_is_said_as_far_as_it_is_known():
     device.malloc(40 * MIB)
     emptied = timed(device.snapshot(), gaps)
     assert advise(emptied, replay=True).filter(rule="device_calls")["action"][0].startswith("By the replay no request was retried")
+    emptied = timed(device.snapshot(), gaps)
+    emptied.meta["capacity_bytes"] = 1 << 37
+    assert advise(emptied, replay=False).filter(rule="device_calls")["action"][0].startswith("There was room, so nothing was refused")
 
 
 def retried() -> dict:
