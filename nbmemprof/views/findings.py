@@ -153,7 +153,7 @@ def _retries(known: Facts, device: Device) -> list[str]:
     if retries is None and known.meta.get("source") == "torch_history" and not collects and not roomy:
         rows = known.of(known.ask("stalls"), device).filter(pl.col("what") == "retry")
         retries = int(rows["count"].sum()) if rows.height else 0
-        took = f", {format_time_us(float(rows["time_us"].sum()))} in all" if retries and rows["time_us"].null_count() == 0 else ""
+        took = f", {format_time_us(float(rows['time_us'].sum()))} in all" if retries and rows["time_us"].null_count() == 0 else ""
     return (
         [f"Torch had to free its cache and ask again {_times(retries)}{took}: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
     )
