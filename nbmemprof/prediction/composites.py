@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbmemprof.prediction import attention
-from nbmemprof.prediction.kernels import recurrent
+from nbmemprof.prediction.kernels import normalization, recurrent
 
 __all__ = ["registered"]
 
@@ -38,6 +38,23 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
             return grad.new_zeros((size[1], size[0], *size[2:])).transpose(0, 1)
         return grad.new_zeros(size)
 
+    def ctc(probabilities: Any, targets: Any, inputs: Any, lengths: Any, blank: int = 0, reduction: int = 1, zero_infinity: bool = False) -> Any:
+        """``ctc_loss`` of aten/src/ATen/native/LossCTC.cpp; for fakes C++ would look into the lengths' memory."""
+        known = [[int(n) for n in (value.flatten().tolist() if isinstance(value, torch.Tensor) else value)] for value in (inputs, lengths)]
+        single = probabilities.dim() == 2
+        given = probabilities.unsqueeze(1) if single else probabilities
+        aten = torch.ops.aten
+        if aten._use_cudnn_ctc_loss.default(given, targets, *known, blank):
+            losses = aten._cudnn_ctc_loss.default(given, targets, *known, blank, torch.backends.cudnn.deterministic, zero_infinity)[0]
+        else:
+            losses = aten._ctc_loss.default(given, targets, *known, blank, zero_infinity)[0]
+        if zero_infinity:
+            losses = torch.where(losses == float("inf"), torch.zeros((), dtype=losses.dtype, device=losses.device), losses)
+        if reduction == 1:
+            return (losses / torch.tensor(known[1], dtype=losses.dtype, device=losses.device).clamp_min(1)).mean()
+        losses = losses.sum() if reduction == 2 else losses
+        return losses.squeeze(0) if single and reduction == 0 else losses
+
     def never(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -49,6 +66,12 @@ def registered(torch: Any, rules: Any, record: Any) -> Iterator[None]:
         library.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
         library.impl("linear", linear, "AutogradCUDA")
         library.impl("one_hot", one_hot, "AutogradCUDA")
+        if not torch._C._has_cudnn:
+            batch_norm = normalization.by_backend(torch)
+            library.impl("batch_norm", batch_norm, "AutogradCUDA")
+            rules.before[torch.ops.aten.batch_norm.default] = _Again(batch_norm)
+        library.impl("ctc_loss.Tensor", ctc, "AutogradCUDA")
+        library.impl("ctc_loss.IntList", ctc, "AutogradCUDA")
         library.impl("_pack_padded_sequence_backward", pack_backward, "AutogradCUDA")
         for name, net in recurrent.composites(torch).items():
             library.impl(name, net, "AutogradCUDA")

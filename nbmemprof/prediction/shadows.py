@@ -12,6 +12,7 @@ __all__ = ["Shadows"]
 
 HANGS = "sizes hang on values that are a guess (an unknown order, largest elements)"
 LIMIT = 4 << 20  # elements of an integer or boolean tensor
+VIEWED = 64 << 20  # elements of a view of such: it takes no memory of its own
 SMALL = 16  # elements of a floating tensor
 _NAME = "_nbmemprof_value"
 _GUESS = "_nbmemprof_guess"
@@ -174,7 +175,7 @@ class Shadows:
         """Compute the values of an operator's outputs where they are small, or masks or views of such, and its inputs known."""
         if isinstance(out, self.tensor):
             mask = view or (func in self._masks and (self._some_known(args) or func is self._linspace))
-            if not self._wanted(out) and not (mask and out.numel() <= LIMIT):
+            if not self._wanted(out) and not (mask and out.numel() <= (VIEWED if view else LIMIT)):
                 return
         elif isinstance(out, (tuple, list)):
             if not any(isinstance(item, self.tensor) and self._wanted(item) for item in out):

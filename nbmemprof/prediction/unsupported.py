@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["install"]
+from nbmemprof.errors import NbmemprofError
+
+__all__ = ["CantPredict", "install"]
 
 LIMIT = 64 << 20  # elements of all inputs: more would take real memory and time
 NOTE = "no rule for {}: its outputs were counted, what its kernel needs beside is not known"
+
+
+class CantPredict(NbmemprofError):
+    """Code does what a fake run can't do."""
 
 
 def install(torch: Any, changes: Any, record: Any) -> None:
@@ -52,3 +58,54 @@ def install(torch: Any, changes: Any, record: Any) -> None:
             return tree.tree_map(fake, out)
 
     changes.put(fake_tensor, "run_fallback_kernel", run)
+    changes.put(torch, "istft", _istft(torch, torch.istft))
+    _ragged(torch, changes)
+
+
+def _ragged(torch: Any, changes: Any) -> None:
+    """Jagged tensors hold offsets that a fake can't count with: refused before anything is made."""
+
+    def refusing(plain: Any, always: bool) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if always or kwargs.get("layout") is torch.jagged:
+                raise CantPredict("Nested tensors in the jagged layout can't be predicted: a fake one has no offsets. Predict the step with a padded tensor and a mask, of the longest length, in their place.")
+            return plain(*args, **kwargs)
+
+        return make
+
+    for name, always in (("nested_tensor", False), ("as_nested_tensor", False), ("narrow", False), ("nested_tensor_from_jagged", True)):
+        if hasattr(torch.nested, name):
+            changes.put(torch.nested, name, refusing(getattr(torch.nested, name), always))
+
+
+def _istft(torch: Any, plain: Any) -> Any:
+    """In Python what C++ looks into memory for: whether the windows cover everything (aten/src/ATen/native/SpectralOps.cpp)."""
+    fake, aten = torch._subclasses.fake_tensor.FakeTensor, torch.ops.aten
+
+    def istft(
+        source: Any, n_fft: int, hop_length: Any = None, win_length: Any = None, window: Any = None, center: bool = True, normalized: bool = False, onesided: Any = None, length: Any = None, return_complex: bool = False
+    ) -> Any:
+        if not isinstance(source, fake):
+            return plain(source, n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex)
+        hop, width = hop_length or n_fft // 4, win_length or n_fft
+        single = source.dim() == 2
+        source = (source[None] if single else source).transpose(1, 2)
+        frames = source.shape[1]
+        whole = n_fft + hop * (frames - 1)
+        shape = torch.ones(width, device=source.device) if window is None else window
+        if width != n_fft:
+            left = (n_fft - width) // 2
+            shape = torch.nn.functional.pad(shape, (left, n_fft - width - left))
+        both = onesided is False or (onesided is None and return_complex)
+        pieces = torch.fft.ifft(source, dim=-1) if both else torch.fft.irfft(source, n=n_fft, dim=-1)
+        pieces = pieces * shape.view(1, 1, n_fft)
+        made = aten.unfold_backward(pieces, [pieces.shape[0], whole], 1, n_fft, hop)
+        cover = aten.unfold_backward(shape.pow(2).expand(1, frames, n_fft), [1, whole], 1, n_fft, hop)
+        start = n_fft // 2 if center else 0
+        end = start + length if length is not None else whole - (n_fft // 2 if center else 0)
+        made = made[:, start : min(end, whole)] / cover[:, start : min(end, whole)]
+        if end > whole:
+            made = torch.nn.functional.pad(made, (0, end - whole))
+        return made[0] if single else made
+
+    return istft

@@ -76,14 +76,15 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
     if last:
         base = _as_they_lie(what, x, w, y, few, stride, groups)
         return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0) + (2 * copies if grouped else 0)
-    if few and taps <= 16 and what == "forward":
-        return 0, 0, copies
-    if few and what == "data" and stride[0] >= 8:
-        return 0, 0, 0
-    if few and what == "data" and not half:
-        return 0, 0, copies
-    if few and taps <= 9 and not half:
+    if few and what == "data" and (not half or stride[0] >= 8):
+        return 0, 0, 0 if half else copies
+    if few and what == "forward" and (taps <= 16 or channels == 1 or not half):
+        far = not half and channels > 1 and taps >= 36 and 1 < max(stride) < 8  # the first layer of a ResNet; all others have kernels of their own
+        return 0, copies if far else 0, copies
+    if few and not half and (taps <= 16 or channels == 1):
         return 0, 0, copies + own
+    if few and half and what == "forward" and channels % 4:  # padded to eight, or to four: seen for float16
+        return min(copies, (_count(x) + whole_w // element) // channels * ceil_div(channels, 4) * 4 * element + bytes_y), copies, copies
     if grouped:  # several kernels, some of which sum up in fp32
         return 0, copies + own, 3 * copies + 2 * own + (8 << 20)
     low = bytes_x + bytes_w + SLACK if what == "forward" and not half else copies

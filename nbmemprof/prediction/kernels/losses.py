@@ -17,6 +17,8 @@ def install(torch: Any, rules: Any) -> None:
     for op in (aten.mse_loss.default, aten.smooth_l1_loss.default):
         rules.emit[op] = _reduced_loss
     rules.emit[aten.huber_loss.default] = _huber
+    for op in (aten.binary_cross_entropy.default, aten.soft_margin_loss.default):
+        rules.emit[op] = _loss_in_place
     rules.emit[aten.binary_cross_entropy_with_logits.default] = _with_logits
     rules.before[aten.sub.Tensor] = _in_place_of(torch, aten.sub_.Tensor)
     rules.before[aten.mul.Tensor] = _in_place_of(torch, aten.mul_.Tensor)
@@ -87,6 +89,19 @@ def _reduced_loss(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) ->
     again = recorder.begin(size, op, "temporary", "operator")
     _mean_bytes(recorder, source.numel(), op)
     recorder.end(again)
+    recorder.adopt(out.untyped_storage(), loss)
+
+
+def _loss_in_place(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """The same, with a result of one number in between."""
+    if _reduction_of(func, args, kwargs) == 0:
+        recorder.note(func, out)
+        return
+    op, source = func._schema.name, args[0]
+    loss = recorder.begin(source.numel() * source.element_size(), op)
+    number = recorder.begin(source.element_size(), op, "temporary", "operator")
+    _mean_bytes(recorder, source.numel(), op)
+    recorder.end(number)
     recorder.adopt(out.untyped_storage(), loss)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from nbmemprof.prediction.kernels.reduction import ceil_div, last_pow2
 
-__all__ = ["install"]
+__all__ = ["by_backend", "install"]
 
 
 def install(torch: Any, rules: Any) -> None:
@@ -18,6 +19,20 @@ def install(torch: Any, rules: Any) -> None:
     rules.emit[aten.cudnn_batch_norm_backward.default] = _batch_norm_backward
     rules.after[aten.native_group_norm.default] = _group_norm
     rules.after[aten.native_group_norm_backward.default] = _group_norm_backward
+
+
+def by_backend(torch: Any) -> Callable[..., Any]:
+    """``batch_norm`` as a wheel for CUDA chooses (``_select_batch_norm_backend`` in aten/src/ATen/native/Normalization.cpp): one for the CPU knows no cuDNN."""
+    aten = torch.ops.aten
+
+    def batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, enabled: bool) -> Any:
+        whole = weight is not None and bias is not None and ((mean is None) == (var is None)) and (mean is not None or training)
+        if enabled and whole and x.dim() >= 3 and x.shape[0] <= (880801 if training else 65535) and _by_cudnn(torch, x, weight):
+            x = x.contiguous(memory_format=torch._prims_common.suggest_memory_format(x))
+            return aten.cudnn_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
+        return aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
+
+    return batch_norm
 
 
 def _last(torch: Any, x: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = ["install"]
 
+_MANY = 450  # above it the gradient is collected by one block for each step (LossCTC.cu)
 _CUDNN_MAX = 256  # lengths that cuDNN's CTC takes (aten/src/ATen/native/cudnn/LossCTC.cpp)
 
 
@@ -22,6 +23,7 @@ def install(torch: Any, rules: Any) -> None:
     rules.before[aten._thnn_fused_gru_cell.default] = _gru_cell
     rules.before[aten._thnn_fused_gru_cell_backward.default] = _gru_cell_backward
     rules.before[aten.sparse_mask.default] = _sparse_mask
+    rules.before[aten.linalg_lstsq.default] = _least_squares
 
 
 # ---------------------------------------------------------------------- CTC
@@ -91,6 +93,11 @@ def _ctc_backward(recorder: Any, func: Any, args: Any, _kwargs: Any) -> Any:
     with recorder:
         beta = torch.empty_like(alpha)
         grad = torch.empty_like(probabilities, memory_format=torch.contiguous_format)
+    steps, batch, labels = probabilities.shape
+    if 2 * steps + 24 * batch // 10 + 2 * labels // 10 > _MANY:  # summed up a step at a time, in other tensors
+        element = probabilities.element_size()
+        each, row = element * batch * steps * ((alpha.shape[2] + 1) // 2), element * batch * steps
+        held += [recorder.begin(nbytes, op, "temporary", "operator") for nbytes in (each, row, each, row)]
     del beta
     for index in reversed(held):
         recorder.end(index)
@@ -129,6 +136,28 @@ def _gru_cell_backward(recorder: Any, _func: Any, args: Any, _kwargs: Any) -> An
         before = recorder.rules.torch.empty_like(grad)
         biases = (inputs.sum(0), hiddens.sum(0)) if has_bias else (None, None)
         return inputs, hiddens, before, *biases
+
+
+# ---------------------------------------------------------------------- least squares
+def _least_squares(recorder: Any, func: Any, args: Any, _kwargs: Any) -> Any:
+    """The solution and the residuals; both matrices are copied, and the first one is decomposed."""
+    matrix, other = args[:2]
+    if matrix.device.type != "cuda":
+        return NotImplemented
+    op = func._schema.name
+    recorder.record.used.add("solver")
+    rows, columns = matrix.shape[-2:]
+    vector = other.dim() == 1 or (matrix.dim() - 1 == other.dim() and matrix.shape[:-1] == other.shape)
+    count = 1 if vector else other.shape[-1]
+    with recorder:
+        solution = matrix.new_empty((*matrix.shape[:-2], columns) if vector else (*matrix.shape[:-2], columns, count))
+        residuals = matrix.new_empty((*matrix.shape[:-2], count) if rows > columns else (0,))
+        rank, values = recorder.rules.torch.empty((0,), dtype=recorder.rules.torch.int64, device=matrix.device), matrix.new_empty((0,))
+    held = [recorder.begin(t.numel() * t.element_size(), op, "temporary", "operator") for t in (matrix, other)]
+    recorder.ranged(3 << 20, 0, 12 << 20, op)
+    for index in reversed(held):
+        recorder.end(index)
+    return solution, residuals, rank, values
 
 
 # ---------------------------------------------------------------------- sparse
