@@ -32,11 +32,11 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Whole:
-    """A recording as it is: ``counted`` has the counters that torch was asked for beside it."""
+    """A recording as it is; ``readings``: torch's counters where they were asked for beside it, the first before the first event."""
 
     name: str
     snapshot: dict[str, Any]
-    counted: dict[str, Any] | None = None
+    readings: list[dict[str, int]] | None = None
 
     @property
     def device(self) -> int:
@@ -53,26 +53,42 @@ class Whole:
         traces = list(self.snapshot["device_traces"])
         traces[self.device] = self.trace if trace is None else trace
         made = mp.load(self.snapshot | {"device_traces": traces})
-        return made if self.counted is None else recorded.with_readings(made, self.counted)
+        if self.readings is None:
+            return made
+        return mp.Capture.build({name: made.tables[name] for name in made.tables}, **made.meta | {"readings": {str(self.device): self.readings}})
 
 
 def wholes() -> Iterator[Whole]:
     """Every committed recording of a real device."""
     folder = FIXTURES / "recordings"
     for path in sorted(folder.glob("*.pickle.gz")):
-        yield Whole(path.name.split(".pickle")[0], pickle.loads(gzip.decompress(path.read_bytes())))
+        facts = path.with_name(path.name.replace(".pickle.gz", ".json").replace(".snapshot", ""))
+        told = json.loads(facts.read_text()) if facts.exists() else {}
+        found = [*told.get("checkpoints", ()), *([told["stats"]] if told else [])]
+        yield Whole(path.name.split(".pickle")[0], pickle.loads(gzip.decompress(path.read_bytes())), [dict.fromkeys(found[-1], 0), *found] if found else None)
     for path in sorted(folder.glob("ops_*.json.gz")):
         found = json.loads(gzip.decompress(path.read_bytes()))
-        yield Whole(path.name.split(".json")[0], recorded.of_requests(found), found)
+        yield Whole(path.name.split(".json")[0], recorded.of_requests(found), recorded.readings(found))
     yield Whole("trace_gpt2_varlen_b8_expand", recorded.of_trace("gpt2_varlen_b8_expand")[0])
     folder = FIXTURES / "h200" / "allocator"
     for path in sorted(folder.glob("ops_*.json.gz")):
         name = path.name.split(".json")[0].removeprefix("ops_")
-        yield Whole(f"h200_{name}", recorded.of_script(name), recorded.script(name))
+        yield Whole(f"h200_{name}", recorded.of_script(name), recorded.readings(recorded.script(name)))
     for path in sorted(folder.glob("whatif_*.json.gz")):
         yield Whole(path.name.split(".json")[0], _of_columns(json.loads(gzip.decompress(path.read_bytes()))))
     for path in [*sorted(folder.glob("case_*.pickle.gz")), *sorted(folder.parent.glob("*.pickle.gz"))]:
-        yield Whole(f"h200_{path.name.split('.pickle')[0]}", pickle.loads(gzip.decompress(path.read_bytes())))
+        facts = json.loads(path.with_name(path.name.replace(".pickle.gz", ".json")).read_text())
+        found = facts["numbers"]["stats"] if "numbers" in facts else {"start": {}, "end": facts["counters"]}
+        end = _flat(found["end"])
+        yield Whole(f"h200_{path.name.split('.pickle')[0]}", pickle.loads(gzip.decompress(path.read_bytes())), [dict.fromkeys(end, 0) | _flat(found["start"]), end])
+
+
+def _flat(nested: dict[str, Any], before: str = "") -> dict[str, int]:
+    """Counters under the names of ``torch.cuda.memory_stats``."""
+    found: dict[str, int] = {}
+    for name, value in nested.items():
+        found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return found
 
 
 def _of_columns(found: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +124,9 @@ def nothing_tells(whole: Whole, at: int) -> bool:
     """Whether a trace without this event is one that the same allocator could have left, by what is in no other event and in no picture."""
     trace, event = whole.trace, whole.trace[at]
     if event["action"] == "oom":
-        return whole.counted is None
+        return whole.readings is None
+    if whole.readings is not None and {"allocation.all.allocated", "num_device_alloc"} <= set(whole.readings[-1]):
+        return False
     low, high = event["addr"], event["addr"] + max(event["size"], 1)
 
     def touches(other: Event) -> bool:

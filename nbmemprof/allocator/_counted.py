@@ -33,7 +33,10 @@ _ADDS: dict[str, dict[int, int]] = {
     "num_ooms": {M.OOM: 1},
 }
 _BYTES = {"requested_bytes.all.current": {M.ALLOC: 1, M.FREE_COMPLETED: -1}, "reserved_bytes.all.current": _ADDS["num_device_alloc"] | {M.SEGMENT_FREE: -1, M.SEGMENT_UNMAP: -1}}  # times the event's bytes
-_NAMES = {"num_ooms": M.OOM, "allocation.all.allocated": M.ALLOC, "allocation.all.freed": M.FREE_REQUESTED, "active.all.freed": M.FREE_COMPLETED}
+_NAMES = {
+    "num_ooms": (M.OOM,), "allocation.all.allocated": (M.ALLOC,), "allocation.all.freed": (M.FREE_REQUESTED,), "active.all.freed": (M.FREE_COMPLETED,),
+    "num_device_alloc": (M.SEGMENT_ALLOC, M.SEGMENT_MAP), "num_device_free": (M.SEGMENT_FREE, M.SEGMENT_UNMAP),
+}  # fmt: skip
 _CHUNK = 256
 
 
@@ -85,9 +88,10 @@ class _Counts:
     def compare(self) -> dict[str, Any] | None:
         """Compare the last reading with the whole trace; only where they differ look for the place."""
         short = self.wanted[-1] - self.total
-        for name, code in _NAMES.items():
+        for name, codes in _NAMES.items():
             if name not in self.names:
                 continue
+            code = max(codes, key=lambda code: int((self.recording.kind == code).sum()))
             sign = np.asarray([_ADDS[n].get(code, 0) for n in self.names])
             times = int(short[self.names.index(name)])
             if times and (times > 0 or code == M.OOM) and np.array_equal(short, times * sign):

@@ -13,7 +13,7 @@ from nbmemprof.allocator._counted import has_readings, miscounted
 from nbmemprof.allocator._gone_pools import Division, reroute, supposed
 from nbmemprof.allocator._limits import Bounds, roundest
 from nbmemprof.allocator._missing import locate, refusal_by_stack, shown
-from nbmemprof.allocator._one_more import certain, divided_with_one_more
+from nbmemprof.allocator._one_more import certain, divided_with_one_more, with_event
 from nbmemprof.allocator._recording import Recording, recordings
 from nbmemprof.allocator.conf import ConfError, Settings, parse
 from nbmemprof.allocator.rounding import ROUND_LARGE, divisions_of
@@ -133,6 +133,8 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
         found.mismatch = refusal_by_stack(found) or miscounted(recording)
     else:
         found = _located(found, trail)
+        if open_ and limit_bytes is None and found.mismatch is not None and "missing" not in found.mismatch:
+            found = _under_another_limit(found) or found
         if found.mismatch is not None and "missing" not in found.mismatch:
             found.mismatch = miscounted(recording) or found.mismatch
     if not has_readings(recording) and (found.limit_bytes is not None or found.capacity_bytes is not None or len(bounds.ooms)):
@@ -162,7 +164,7 @@ def _located(found: Followed, trail: list[Division]) -> Followed:
     if locate(undivided, part=len(trail) < 2) or (len(trail) < 2 and undivided.mismatch is not None and "missing" in undivided.mismatch):
         return undivided
     trail[-1].apply()
-    if shown(found, certain(found)) or locate(found, part=False):
+    if shown(found, next(iter(certain(found)), None)) or locate(found, part=False):
         return found
     division = divided_with_one_more(trail) if len(trail) > 1 else None
     if division is not None and locate(division.found, part=False):
@@ -171,6 +173,28 @@ def _located(found: Followed, trail: list[Division]) -> Followed:
     trail[-1].apply()
     _say_pools(found)
     return found
+
+
+def _under_another_limit(found: Followed) -> Followed | None:
+    """A limit that no file tells was found from the trace as it is; with what is certainly missing put in, another may be the one."""
+    recording, terms = found.recording, found.terms
+    for suspect in certain(found)[:3]:
+        longer = with_event(recording, suspect, suspect.certain[1] if suspect.certain is not None else suspect.high)
+        if longer is None:
+            continue
+
+        def again(limit: int | None, longer: Recording = longer) -> Followed:
+            return attempt(longer, replace(terms, limit_bytes=limit), often=True)
+
+        bounds = Bounds(longer, found.settings)
+        tried = again(bounds.limit()[0] or bounds.collected()[0] or terms.limit_bytes)
+        whole = tried if tried.exact else _narrow(tried, bounds.widest(), again)
+        if whole.exact:
+            other = attempt(recording, replace(terms, limit_bytes=whole.limit_bytes))
+            if locate(other, part=False):
+                other.inferred += [text for text in whole.inferred if text.startswith("the limit ")]
+                return other
+    return None
 
 
 def _say_pools(found: Followed) -> None:

@@ -22,17 +22,17 @@ from nbmemprof.allocator._model import Words
 from nbmemprof.allocator._recording import Recording, recordings
 from nbmemprof.allocator._suspects import Suspect, suspects
 
-__all__ = ["certain", "divided_with_one_more"]
+__all__ = ["certain", "divided_with_one_more", "with_event"]
 
 _BACK = 8  # divisions from which the search goes on: the last one that explains all before the lost event is among the last
 _EACH = 6  # suspects that are put in at each
 _FOLLOWED = 600_000  # events in all attempts, about 6 s where they are not compiled
 
 
-def certain(found: Followed) -> Suspect | None:
-    """Return the first event that the trace itself shows to be missing, whatever the pools are: memory taken or freed twice, a free of which one half is there."""
+def certain(found: Followed) -> list[Suspect]:
+    """Return the events that the trace itself shows to be missing, whatever the pools are, the first before others: memory taken or freed twice, a free of which one half is there."""
     known = [s for s in suspects(found) if s.certain is not None]
-    return min(known, key=lambda s: s.certain[1] if s.certain is not None else 0, default=None)
+    return sorted(known, key=lambda s: s.certain[1] if s.certain is not None else 0)
 
 
 def divided_with_one_more(trail: list[Division]) -> Division | None:
@@ -103,11 +103,11 @@ def with_event(recording: Recording, suspect: Suspect, place: int) -> Recording 
     table = _table(longer)
     pools = np.zeros(len(table), np.int64)
     pools[kept] = _table(recording)[:, M.T_POOL]
-    pools[place] = min(suspect.pool, len(recording.pool_names) - 1)
+    pools[place] = min(suspect.pool, len(recording.pool_names) - 1) if len(recording.pool_names) > 1 else M.HEAD
     asks = _asks(longer)
     table[asks, M.T_POOL] = pools[asks]
     longer.pool_names[:] = recording.pool_names
-    if suspect.kind == M.ALLOC and (beside := recording.pool_beside(suspect.addr, max(place - 1, 0))) is not None:
+    if suspect.kind == M.ALLOC and len(recording.pool_names) > 1 and (beside := recording.pool_beside(suspect.addr, max(place - 1, 0))) is not None:
         table[place, M.T_POOL] = beside
     return longer
 

@@ -20,6 +20,7 @@ __all__ = ["Suspect", "suspects"]
 
 _CODES = {word: code for code, word in ACTIONS.items()}
 _MOST = 12  # allocs that are looked into
+_LATER = 3  # requests behind a place, that may tell how much lay there
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ class _Clues:
         if wanted["action"] in ("segment_alloc", "segment_map") and found is not None:
             request = self.at + int(np.argmax(np.isin(self.kind[self.at :], (M.ALLOC, M.OOM))))
             addresses = [int(self.addr[request]), *addresses]
-        for addr in dict.fromkeys(addresses):
-            yield Suspect(_CODES[wanted["action"]], addr, wanted["bytes"], wanted["stream"], self.at, self.at)
+        taken = wanted["action"] in ("segment_alloc", "segment_map")
+        for addr in dict.fromkeys(addresses):  # what was taken was right here; it can have been given back before
+            low = self.at if taken else self._untouched_since(addr, wanted["bytes"], self.at)
+            yield Suspect(_CODES[wanted["action"]], addr, wanted["bytes"], wanted["stream"], low, self.at)
 
     def _in_the_way(self, wanted: dict[str, Any]) -> Iterator[Suspect]:
         """Something that was never freed lies where the rules would put a request: it reaches up to where the request is, or leaves too little of the block."""
@@ -120,7 +123,8 @@ class _Clues:
         free = self._free_at(addr) if wanted["action"] in ("alloc", "segment_map") else 0
         request = self._request()
         gap = int(self.addr[request]) - addr if request < self.end and self.kind[request] == M.ALLOC else 0
-        sizes = [gap] if 0 < gap <= free else [free, max(free - bytes_ // 512 * 512, 512)] if free else []
+        later = np.flatnonzero((self.kind[self.at :] == M.ALLOC) & (self.addr[self.at :] > addr) & (self.addr[self.at :] < addr + free))[:_LATER] + self.at
+        sizes = [gap] if 0 < gap <= free else [*(self.addr[later] - addr).tolist(), free, max(free - bytes_ // 512 * 512, 512)] if free else []
         low = min(self._free_since(addr, 1, self.at), self.at)
         for size in dict.fromkeys(sizes):
             for pool in self._pools(addr, self.at):
@@ -263,9 +267,13 @@ class _Clues:
             gone += [(self.end, one, True) for one in self._not_pictured(held)]
         for high, (begin, size, stream), certain in gone[:_MOST]:
             kind = M.SEGMENT_FREE if begin in held.segments else M.SEGMENT_UNMAP
-            touched = np.flatnonzero((self.addr[:high] >= begin) & (self.addr[:high] < begin + size) & (self.kind[:high] != M.OOM))
-            low = int(touched[-1]) + 1 if len(touched) else 0
+            low = self._untouched_since(begin, size, high)
             yield Suspect(kind, begin, size, stream, low, high, certain=(low, high) if certain else None)
+
+    def _untouched_since(self, begin: int, size: int, before: int) -> int:
+        """Return the first place behind the last event in this range."""
+        touched = np.flatnonzero((self.addr[:before] >= begin) & (self.addr[:before] < begin + size) & (self.kind[:before] != M.OOM))
+        return int(touched[-1]) + 1 if len(touched) else 0
 
     def _not_pictured(self, held: Held) -> Iterator[tuple[int, int, int]]:
         """Mapped ranges, or pieces of them, that the final picture does not have."""

@@ -68,9 +68,13 @@ def of_script(name: str) -> dict[str, Any]:
     return pictured
 
 
-def with_readings(capture: mp.Capture, found: dict[str, Any], every: int = 1) -> mp.Capture:
-    """The capture with the counters that torch was asked for after each ``every``-th request, as our own recordings have them."""
+def readings(found: dict[str, Any], every: int = 1) -> list[dict[str, int]]:
+    """The counters that torch was asked for after each ``every``-th request, zeros before the first."""
     names = [name if name.startswith(("num_", "ovs")) else f"{name}.all.current" for name in found["keys"]]
     rows = [[0] * len(names), *(row[-1] for row in found["ops"][every - 1 :: every]), found["ops"][-1][-1]]
-    tables = {name: capture.tables[name] for name in capture.tables}
-    return mp.Capture.build(tables, **capture.meta | {"readings": {"0": [dict(zip(names, row, strict=True)) for row in rows]}})
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def with_readings(capture: mp.Capture, found: dict[str, Any], every: int = 1) -> mp.Capture:
+    """The capture with those counters, as our own recordings have them."""
+    return mp.Capture.build({name: capture.tables[name] for name in capture.tables}, **capture.meta | {"readings": {"0": readings(found, every)}})

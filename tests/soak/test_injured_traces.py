@@ -67,5 +67,5 @@ def possible(whole: injuries.Whole, kind: str, at: int) -> bool:
     if kind == "swap":  # two requests or frees of different blocks, or a free that then waits; flushes of pools that are gone come in any order
         return following["action"] in ("alloc", "oom", "free_requested", "free_completed") or {event["action"], following["action"]} == {"segment_free"}
     if event["action"] == "oom":
-        return kind == "size" or whole.counted is None
+        return kind == "size" or whole.readings is None
     return kind == "size" and event["action"] == "alloc" and not any(e["action"] == "free_requested" and e["addr"] == event["addr"] for e in whole.trace[at:])
