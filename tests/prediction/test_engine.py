@@ -170,6 +170,15 @@ def test_known_masks_select_what_they_select():
     assert not fake_run(masked, device_row=H200).assumptions
 
 
+@pytest.mark.parametrize(("shape", "dtype", "chosen"), [((4, 8, 6, 6), "float32", "cudnn_batch_norm"), ((4, 8, 6), "float16", "cudnn_batch_norm"), ((4, 8, 6, 6), "bfloat16", "native_batch_norm"), ((4, 8), "float32", "native_batch_norm")])
+def test_a_batch_norm_is_the_one_that_a_wheel_for_cuda_takes_whichever_is_installed(shape, dtype, chosen):
+    def run() -> None:
+        norm = (torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d)(8).cuda()
+        norm(torch.zeros(shape, device="cuda", dtype=getattr(torch, dtype)))
+
+    assert {made.op for made in fake_run(run, device_row=H200).made if "batch_norm" in made.op} == {chosen}
+
+
 @pytest.mark.cost(0.6)
 def test_benchmark_mode_is_answered_with_a_range():
     def run() -> None:
