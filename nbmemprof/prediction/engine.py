@@ -88,12 +88,13 @@ class Session:
 
     def finish(self, since: int = 0) -> None:
         """The code is done. In the copy: tell what it took from the event ``since`` on, and end; else note what the copy told."""
-        beyond, self.room.beyond = self.room.beyond, None
+        beyond = self.room.beyond
         if beyond is None or beyond.at is None:
             return
         if beyond.copy:
             beyond.tell(needs(self.record, conf=self.room.device.conf, torch=self.version, since=since))
         self.record.needs.append((beyond.at, beyond.answer()))
+        self.begin()  # of a cell with several recordings the next may meet one too
 
 
 def _fakes(base: Any) -> Any:
