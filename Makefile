@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := soak/logs/$(shell date -u +%Y-%m-%d).txt
+TORCH ?= 2.14.1
+OTHER := .venv-torch-$(TORCH)
 
-.PHONY: help demo test lint lab notebooks soak clean
+.PHONY: help demo test lint lab notebooks soak versions clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +19,7 @@ help:
 	@echo "make lab        JupyterLab with the notebooks"
 	@echo "make notebooks  runs the notebooks and keeps their outputs, on a quiet machine"
 	@echo "make soak       the long runs; the log goes to soak/logs/"
+	@echo "make versions   TORCH=2.14.1: what hangs on torch's version, with that one (gigabytes) in an environment of its own"
 
 # pip is quiet; what it says is shown only where it fails
 $(STAMP): pyproject.toml constraints.txt
@@ -46,5 +49,12 @@ soak: $(STAMP)
 	@{ $(BIN)/python -m pytest tests -m soak -s --benchmark-enable; \
 	  for script in tests/benchmarks/bench_*.py; do echo; echo "== $$script"; $(BIN)/python $$script; done; } 2>&1 | tee $(LOG)
 
+versions: $(STAMP)
+	@mkdir -p $(dir $(LOG))
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@$(OTHER)/bin/python -m pip install -q torch==$(TORCH)
+	@$(OTHER)/bin/python -m pip install -q -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
+	@soak/versions.sh $(OTHER)/bin/python $(BIN)/python 2>&1 | tee -a $(LOG:.txt=-torch-versions.txt)
+
 clean:
-	rm -rf $(VENV) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .venv-torch-* out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
