@@ -34,11 +34,29 @@ def follow(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
     if out.device.type != "cuda" or out.numel() == 0:
         return
     rules = recorder.rules
-    light = not rules.light and func._schema.name in ("aten::addmm", "aten::_addmm_activation") and args[0].dim() == 1
+    name = func._schema.name
+    light = not rules.light and name in ("aten::addmm", "aten::_addmm_activation") and args[0].dim() == 1
+    held = [recorder.begin(t.numel() * t.element_size(), name, "temporary", "operator") for t in _factors(name, args) if not _as_it_lies(t)]
     handle(recorder)
     if light:
         rules.light = True
         recorder.begin(LT_WORKSPACE.get(rules.version, 1 << 20), "cublasLtCreate", "workspace", "operator")
+    for index in held:
+        recorder.end(index)
+
+
+def _factors(name: str, args: Any) -> tuple[Any, ...]:
+    """The two matrices of a product."""
+    short = name.removeprefix("aten::").rstrip("_")
+    return tuple(args[:2]) if short in ("mm", "bmm") else tuple(args[1:3]) if short in ("addmm", "baddbmm", "_addmm_activation") else ()
+
+
+def _as_it_lies(matrix: Any) -> bool:
+    """Whether cuBLAS takes a matrix by its strides: one of the two is 1 and the other one long enough (``prepare_batch_matrix_for_cublas`` in aten/src/ATen/native/cuda/Blas.cpp)."""
+    if matrix.dim() < 2 or matrix.numel() == 0:
+        return True
+    (rows, columns), (down, right) = matrix.shape[-2:], matrix.stride()[-2:]
+    return bool((right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows)) or (rows == 1 and right == 1) or (columns == 1 and down == 1))
 
 
 def handle(recorder: Any) -> None:

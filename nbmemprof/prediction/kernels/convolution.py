@@ -27,7 +27,7 @@ def install(torch: Any, rules: Any) -> None:
     rules.emit[aten.convolution_backward.default] = _backward
 
 
-def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tuple[int, ...], padding: tuple[int, ...], groups: int, last: bool, sms: int) -> tuple[int, int, int]:
+def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tuple[int, ...], padding: tuple[int, ...], groups: int, last: bool, sms: int, dilated: bool = False) -> tuple[int, int, int]:
     """Bytes that one call asks for: low, guess, high.
 
     Parameters
@@ -38,6 +38,8 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
         Input, weights and output: anything with ``shape`` and ``element_size()``.
     last
         Channels last.
+    dilated
+        Whether its taps lie apart.
     """
     element = x.element_size()
     half = element == 2
@@ -75,7 +77,7 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
     grouped = groups > 1
     if last:
         base = _as_they_lie(what, x, w, y, few, stride, groups)
-        return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0) + (2 * copies if grouped else 0)
+        return 0, base + own, base + 2 * own + (8 << 20 if what == "weight" else 0) + (2 * copies if grouped or (dilated and not half) else 0)
     if few and what == "data" and (not half or stride[0] >= 8):
         return 0, 0, 0 if half else copies
     if few and what == "forward" and (taps <= 16 or channels == 1 or not half):
@@ -88,6 +90,8 @@ def workspace(what: str, x: Any, w: Any, y: Any, *, transposed: bool, stride: tu
     if grouped:  # several kernels, some of which sum up in fp32
         return 0, copies + own, 3 * copies + 2 * own + (8 << 20)
     low = bytes_x + bytes_w + SLACK if what == "forward" and not half else copies
+    if what == "forward" and not half and dilated:
+        return low, low, copies
     if what == "forward" and not half and taps == 1 and channels <= 256:
         return low, bytes_x + whole_w + SLACK, copies
     if what == "forward" and not half and channels in (32, 64) and filters >= 64 and bytes_x + bytes_y < 200 << 20:
@@ -182,13 +186,13 @@ def _put_last_backward(recorder: Any, args: Any, out: Any) -> Any:
     return tuple(_as_last(torch, made) if made is not None and made.dim() == x.dim() else made for made in out)
 
 
-def _ask(recorder: Any, what: str, args: tuple[Any, Any, Any], stride: Any, padding: Any, transposed: bool, groups: int, op: str) -> None:
+def _ask(recorder: Any, what: str, args: tuple[Any, Any, Any], stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int, op: str) -> None:
     x, w, y = args
     rules = recorder.rules
     recorder.record.used.add("cudnn")
     torch = rules.torch
     low, guess, high = workspace(
-        what, x, w, y, transposed=transposed, stride=tuple(stride), padding=tuple(padding), groups=groups, last=_layout(torch, x, w), sms=rules.gpu.sms
+        what, x, w, y, transposed=transposed, stride=tuple(stride), padding=tuple(padding), groups=groups, last=_layout(torch, x, w), sms=rules.gpu.sms, dilated=any(d > 1 for d in dilation)
     )
     if torch.backends.cudnn.benchmark and not rules.seen(f"{what} {tuple(x.shape)} {tuple(w.shape)} {x.dtype} {tuple(stride)} {groups}"):
         tried = int(TRIED_MAX * (_count(x) + _count(w) + _count(y)) * x.element_size())
@@ -218,20 +222,20 @@ def _copied(recorder: Any, tensors: tuple[Any, ...], last: bool, op: str) -> lis
 
 
 def _forward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
-    x, w, _bias, stride, padding, _dilation, transposed, _output_padding, groups = args
+    x, w, _bias, stride, padding, dilation, transposed, _output_padding, groups = args
     if out.device.type != "cuda":
         recorder.note(func, out)
         return
     held = _copied(recorder, (x, w), _layout(recorder.rules.torch, x, w), func._schema.name)
     recorder.note(func, out)
-    _ask(recorder, "forward", (x, w, out), stride, padding, transposed, groups, func._schema.name)
+    _ask(recorder, "forward", (x, w, out), stride, padding, dilation, transposed, groups, func._schema.name)
     for index in held:
         recorder.end(index)
 
 
 def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
     """Gradients of the input, the weights and the bias, one after the other; torch's own depthwise kernels make the weights' first."""
-    grad, x, w, _sizes, stride, padding, _dilation, transposed, _output_padding, groups, _mask = args
+    grad, x, w, _sizes, stride, padding, dilation, transposed, _output_padding, groups, _mask = args
     op = func._schema.name
     dx, dw, db = out
     last = _layout(recorder.rules.torch, x, w)
@@ -244,7 +248,7 @@ def _backward(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> No
     for what, made in (("data", dx), ("weight", dw)):
         if made is not None:
             recorder.note(func, made)
-            _ask(recorder, what, (x, w, grad), stride, padding, transposed, groups, op)
+            _ask(recorder, what, (x, w, grad), stride, padding, dilation, transposed, groups, op)
     for index in held:
         recorder.end(index)
     if db is not None:

@@ -29,6 +29,7 @@ def install(torch: Any, rules: Any) -> None:
         rules.after[getattr(aten, name).default] = _contiguous_source
     rules.emit[aten.add.Tensor] = _sum
     rules.after[aten._safe_softmax.default] = _safe_softmax
+    rules.after[aten.abs.default] = _complex_size
 
 
 def _contiguous_gradient(recorder: Any, func: Any, args: Any, _kwargs: Any, _out: Any) -> None:
@@ -147,6 +148,13 @@ def _logsumexp(recorder: Any, func: Any, args: Any, kwargs: Any, out: Any) -> No
     reduction.emit(recorder, source, dims, 4, op)
     recorder.end(exponentials)
     recorder.end(sums)
+
+
+def _complex_size(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
+    """Sizes of complex numbers are computed as complex numbers."""
+    source = args[0]
+    if source.is_complex() and out.device.type == "cuda":
+        recorder.temporary(source.numel() * source.element_size(), func._schema.name, "temporary")
 
 
 def _safe_softmax(recorder: Any, func: Any, _args: Any, _kwargs: Any, out: Any) -> None:

@@ -34,7 +34,7 @@ def workspace_bytes(mode: int, steps: float, batch: int, width: int, hidden: int
     inner = hidden * directions
     weights = gates * directions * hidden * (hidden + width + (layers - 1) * (hidden + inner))
     if directions == 1:
-        slope, fixed = (5 + share + (layers > 1), 10 * layers) if mode == 2 else (4 + 2 * share, 5 * layers)
+        slope, fixed = (5 + share + (layers > 1), 10 * layers) if mode == 2 else (4 + share + max(share, layers > 1), 5 * layers)
     else:
         slope, fixed = (14 + share, 24 * layers) if mode == 2 else (10 + layers + 2 * share, 14 * layers)
     values = round((slope * steps + fixed) * batch * hidden)
