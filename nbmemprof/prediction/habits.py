@@ -21,6 +21,7 @@ __all__ = ["COMPILED", "kept"]
 
 COMPILED = "torch.compile was left out: the code ran as it is written, and what fusion, recomputation and CUDA graphs change is not predicted"
 TRIED = ("2.11.", "2.13.", "2.14.")
+_LBFGS = "LBFGS: how far it searches and what it remembers hang on values that nobody knows: a range is given"
 _UNKNOWN_ARRAY = "the values of an array were taken as zeros"
 _GRAPHED = "a CUDA graph was run as plain code: its private pool is not predicted"
 
@@ -158,6 +159,8 @@ def _optimizers(torch: Any, session: Any, changes: Changes) -> None:
 
     def added(self: Any, group: Any) -> Any:
         known.add(self)
+        if isinstance(self, torch.optim.LBFGS):
+            session.record.assume(_LBFGS)
         return add(self, group)
 
     def applied(self: Any, fn: Any, recurse: bool = True) -> Any:

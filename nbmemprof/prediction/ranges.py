@@ -24,6 +24,7 @@ MARGINS: dict[str, Margin] = {
     "an unknown bincount": (0.01, 0.10, 0.01, 0.10),
     "nested tensors": (0.05, 0.05, 0.08, 0.08),
     "torch.compile": (0.40, 0.60, 0.40, 0.60),
+    "LBFGS": (0.02, 0.40, 0.02, 0.40),  # a small net on an H200: 19 % more allocated than without a history
     "flex_attention": (0.10, 0.10, 0.10, 0.10),
     "no rule": (0.05, 0.30, 0.08, 0.35),
 }

@@ -9,6 +9,7 @@ from nbmemprof.prediction.kernels import sorting
 __all__ = ["install"]
 
 FEW = 3072  # indices that the embedding's backward takes without sorting (aten/src/ATen/native/cuda/Embedding.cu)
+_OUT_OF_PLACE = frozenset(("ScatterReduceBackward0", "IndexReduceBackward0"))  # nodes that count ties out of place on a device too (FunctionsManual.cpp)
 _LARGEST = 2  # mode of an embedding bag: its gradient goes to the places that were kept
 ROWS = 10  # NROWS_PER_THREAD there
 
@@ -51,7 +52,8 @@ class _InPlace:
         self.op = op
 
     def __call__(self, recorder: Any, _func: Any, args: Any, kwargs: Any) -> Any:
-        if not recorder.where.in_backward or recorder.made_in_this_node(args[0]) is False:
+        node = recorder.where.current()
+        if node is None or node.name() in _OUT_OF_PLACE or recorder.made_in_this_node(args[0]) is False:
             return NotImplemented
         with recorder:
             return self.op(*args, **kwargs)
