@@ -137,7 +137,8 @@ def _follow(recording: Recording, limit_bytes: int | None, capacity_bytes: int |
             found = _under_another_limit(found) or found
         if found.mismatch is not None and "missing" not in found.mismatch:
             found.mismatch = miscounted(recording) or found.mismatch
-    if not has_readings(recording) and (found.limit_bytes is not None or found.capacity_bytes is not None or len(bounds.ooms)):
+    tight = found.limit_bytes is not None or found.capacity_bytes is not None or len(bounds.ooms) > 0
+    if tight and meta.get("origin") not in ("modelled", "predicted", "replayed") and not has_readings(recording):
         said.append(_UNCOUNTED)
     found.inferred = [*said, *found.inferred]
     return found
