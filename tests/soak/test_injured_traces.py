@@ -64,8 +64,9 @@ def test_an_injured_trace_is_exact_only_where_the_allocator_could_have_left_it(e
 
 def possible(whole: injuries.Whole, kind: str, at: int) -> bool:
     event, following = whole.trace[at], whole.trace[min(at + 1, len(whole.trace) - 1)]
-    if kind == "swap":  # two requests or frees of different blocks, or a free that then waits; flushes of pools that are gone come in any order
-        return following["action"] in ("alloc", "oom", "free_requested", "free_completed") or {event["action"], following["action"]} == {"segment_free"}
+    if kind == "swap":  # two requests or frees of different blocks, or a free that then waits; a pool that is gone gave its memory back at any time
+        pools = any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in whole.snapshot["segments"])
+        return following["action"] in ("alloc", "oom", "free_requested", "free_completed") or (pools and following["action"] in ("segment_free", "segment_unmap"))
     if event["action"] == "oom":
         return kind == "size" or whole.readings is None
     return kind == "size" and event["action"] == "alloc" and not any(e["action"] == "free_requested" and e["addr"] == event["addr"] for e in whole.trace[at:])
