@@ -47,15 +47,14 @@ class Suspect:
 def suspects(found: Followed) -> Iterator[Suspect]:
     """Each event whose absence the trace shows, the likeliest first."""
     assert found.mismatch is not None  # noqa: S101 - asked for where something differs
-    clues = _Clues(found)
-    yield from clues.half_frees()
-    yield from clues.expected()
-    yield from clues.allocs()
-    yield from clues.there_before()
-    yield from clues.segments_gone()
-    yield from clues.segments_never_made()
-    yield from clues.pages_never_mapped()
-    yield from clues.refusals()
+    clues, shown = _Clues(found), False
+    parts = (clues.half_frees, clues.expected, clues.allocs, clues.there_before, clues.segments_gone, clues.segments_never_made, clues.pages_never_mapped, clues.refusals)
+    for part in parts:
+        for suspect in part():
+            shown |= suspect.certain is not None
+            yield suspect
+    if not shown:  # a request of which nothing is recorded can explain much; where something certain is missing, it is that
+        yield from clues.unrecorded()
 
 
 class _Clues:
@@ -99,9 +98,6 @@ class _Clues:
     def expected(self) -> Iterator[Suspect]:
         """Memory that the rules take or give back where the trace has something else; the driver's address is in the request that follows."""
         wanted, found = self.mismatch["expected"], self.mismatch["found"]
-        if wanted is not None and found is not None:
-            yield from self._in_the_way(wanted)
-            yield from self._taken_for(found)
         if wanted is None or not wanted["action"].startswith("segment"):
             return
         addresses = [wanted["addr"]]
@@ -112,6 +108,13 @@ class _Clues:
         for addr in dict.fromkeys(addresses):  # what was taken was right here; it can have been given back before
             low = self.at if taken else self._untouched_since(addr, wanted["bytes"], self.at)
             yield Suspect(_CODES[wanted["action"]], addr, wanted["bytes"], wanted["stream"], low, self.at)
+
+    def unrecorded(self) -> Iterator[Suspect]:
+        """A request that was never freed, where the rules would put another or memory was taken for it."""
+        wanted, found = self.mismatch["expected"], self.mismatch["found"]
+        if wanted is not None and found is not None:
+            yield from self._in_the_way(wanted)
+            yield from self._taken_for(found)
 
     def _in_the_way(self, wanted: dict[str, Any]) -> Iterator[Suspect]:
         """Something that was never freed lies where the rules would put a request: it reaches up to where the request is, or leaves too little of the block."""
