@@ -41,14 +41,15 @@ def follow(recorder: Any, func: Any, args: Any, _kwargs: Any, out: Any) -> None:
     if light:
         rules.light = True
         recorder.begin(LT_WORKSPACE.get(rules.version, 1 << 20), "cublasLtCreate", "workspace", "operator")
-    for index in held:
+    for index in reversed(held):
         recorder.end(index)
 
 
 def _factors(name: str, args: Any) -> tuple[Any, ...]:
-    """The two matrices of a product."""
-    short = name.removeprefix("aten::").rstrip("_")
-    return tuple(args[:2]) if short in ("mm", "bmm") else tuple(args[1:3]) if short in ("addmm", "baddbmm", "_addmm_activation") else ()
+    """The two matrices of a product, the second one first: cuBLAS computes the transposed one."""
+    short = name.removeprefix("aten::").removesuffix("_")
+    first = 0 if short in ("mm", "bmm") else 1
+    return (args[first + 1], args[first]) if short in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation") else ()
 
 
 def _as_it_lies(matrix: Any) -> bool:
