@@ -106,15 +106,15 @@ def _as_they_lie(what: str, x: Any, w: Any, y: Any, few: bool, stride: tuple[int
     bytes_x, bytes_w, bytes_y = (_count(t) * element for t in (x, w, y))
     if groups > 1:
         parted = channels // groups >= PARTED and _taps(w) > 1
-        return bytes_x + bytes_w + bytes_y + 64 if parted else 131 * (what != "weight")
+        return int(bytes_x + bytes_w + bytes_y + 64) if parted else 131 * (what != "weight")
     if few and element == 4:
-        return bytes_x + bytes_w + SLACK + (bytes_y if what == "data" and max(stride) > 1 else 0)
+        return int(bytes_x + bytes_w + SLACK + (bytes_y if what == "data" and max(stride) > 1 else 0))
     if channels % 8 and (few or element == 2):
         wide = ceil_div(channels, 8) * 8
-        return bytes_x // channels * wide + (bytes_w // channels * wide if _taps(w) > 1 else 0) + SLACK
+        return int(bytes_x // channels * wide + (bytes_w // channels * wide if _taps(w) > 1 else 0) + SLACK)
     if filters < 8 and filters % step:
         wide = ceil_div(filters, step) * step
-        return (bytes_y + bytes_w) // filters * wide + 147
+        return int((bytes_y + bytes_w) // filters * wide + 147)
     return 131 if what != "weight" else 0
 
 
