@@ -83,7 +83,9 @@ def _tell(recording: Recording, mismatch: dict[str, Any], best: _Found) -> None:
         reason = f"{what} is missing right {place}: with it there {rest}"
     else:
         reason = f"{what} is missing, lost between events {format_count(best.low)} and {format_count(best.high)}: at any place from the one to the other {rest}, and nothing recorded tells which it was"
-    _put(recording, mismatch, (best.low, best.high), reason)
+    if best.suspect.guess:
+        reason += "; nothing else recorded is of it, so it may have been another one before"
+    _put(recording, mismatch, (0 if best.suspect.guess else best.low, best.high), reason)
 
 
 def _named(mismatch: dict[str, Any], suspect: Suspect) -> str:

@@ -29,7 +29,7 @@ class Suspect:
 
     ``row``: the allocation that it belongs to, -1 for none; ``uses``: events that are of that allocation too, which the
     recording could give to none. ``pool``: number of the pool that an alloc asks of. ``certain``: where it must
-    have been, if the trace itself shows that it is missing, whatever the pools are.
+    have been, if the trace itself shows that it is missing, whatever the pools are. ``guess``: nothing recorded is of it.
     """
 
     kind: int
@@ -42,17 +42,18 @@ class Suspect:
     uses: tuple[int, ...] = ()
     pool: int = 0
     certain: tuple[int, int] | None = None
+    guess: bool = False
 
 
 def suspects(found: Followed) -> Iterator[Suspect]:
     """Each event whose absence the trace shows, the likeliest first."""
     assert found.mismatch is not None  # noqa: S101 - asked for where something differs
-    clues, shown = _Clues(found), False
+    clues = _Clues(found)
     parts = (clues.half_frees, clues.expected, clues.allocs, clues.there_before, clues.segments_gone, clues.segments_never_made, clues.pages_never_mapped, clues.refusals)
-    for part in parts:
-        for suspect in part():
-            shown |= suspect.certain is not None
-            yield suspect
+    known = [suspect for part in parts for suspect in part()]
+    shown = [suspect for suspect in known if suspect.certain is not None]
+    yield from shown
+    yield from (suspect for suspect in known if suspect.certain is None)
     if not shown:  # a request of which nothing is recorded can explain much; where something certain is missing, it is that
         yield from clues.unrecorded()
 
@@ -131,7 +132,7 @@ class _Clues:
         low = min(self._free_since(addr, 1, self.at), self.at)
         for size in dict.fromkeys(sizes):
             for pool in self._pools(addr, self.at):
-                yield Suspect(M.ALLOC, addr, size, wanted["stream"], low, self.at, max(self.recording.rows.height, 1), (), pool)
+                yield Suspect(M.ALLOC, addr, size, wanted["stream"], low, self.at, max(self.recording.rows.height, 1), (), pool, guess=True)
 
     def _taken_for(self, found: dict[str, Any]) -> Iterator[Suspect]:
         """Memory was taken that the next request does not need: it was for one that is missing, and reached up to where something lies later."""
@@ -147,7 +148,7 @@ class _Clues:
         later = np.flatnonzero((self.kind[place:] == M.ALLOC) & (self.addr[place:] > begin) & (self.addr[place:] < end))[:1] + place
         for size in dict.fromkeys([*(self.addr[later] - begin).tolist(), end - begin]):
             for pool in self._pools(begin, self.at):
-                yield Suspect(M.ALLOC, begin, size, found["stream"], place, place, max(self.recording.rows.height, 1), (), pool)
+                yield Suspect(M.ALLOC, begin, size, found["stream"], place, place, max(self.recording.rows.height, 1), (), pool, guess=True)
 
     def _request(self) -> int:
         """Return the request that the event of the difference belongs to."""
