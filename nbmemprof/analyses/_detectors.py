@@ -375,6 +375,8 @@ def device_calls(seen: Seen) -> Iterator[Finding]:
 def _why_back(seen: Seen, device: int | None) -> str:
     """Memory is tight, or the program empties the cache: what is known of it."""
     known = inferred_retries(seen.capture).get(device) if seen.replayed else None
+    if _hopeless(seen, device):
+        return "What was refused is larger than the card or the limit: no free memory serves it, so ask for less at once."
     if seen.roomy(device):
         return "There was room, so nothing was refused: the program gives its cache back. Leave torch.cuda.empty_cache() out, and the cache serves what follows."
     if known == 0 and not (seen.capture.tables["events"]["action"] == "oom").any():
@@ -382,6 +384,14 @@ def _why_back(seen: Seen, device: int | None) -> str:
     if known or seen.capture.meta.get("source") == "torch_history":  # which has a mark of every empty_cache()
         return "Memory is tight: a smaller batch, or a higher limit, keeps the cache."
     return "Either memory is tight, and a smaller batch or a higher limit keeps the cache; or the program calls torch.cuda.empty_cache(), which costs just this."
+
+
+def _hopeless(seen: Seen, device: int | None) -> bool:
+    """Whether each refusal is of a request that nothing that could be freed would have served."""
+    refusals = seen.capture.tables["events"].filter(pl.col("action") == "oom", pl.col("device").eq_missing(pl.lit(device, dtype=pl.Int64))).sort("seq")
+    if refusals.is_empty() or refusals.height > _REFUSALS:
+        return False
+    return not explained(seen.capture, refusals, {})["fits_if_all_freed"].fill_null(value=True).any()
 
 
 def _times(count: int) -> str:

@@ -19,7 +19,7 @@ _SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "device": pl.Int64, "rank": pl.Int64, "seq": pl.Int64, "time_us": pl.Float64, "requested_bytes": pl.Int64, "device_free_bytes": pl.Int64, "site": pl.String,
     "stack": pl.List(pl.String), "reason": pl.String, "would_help_bytes": pl.Int64, "free_bytes_in_list": pl.Int64, "largest_free_bytes": pl.Int64, "pending_bytes": pl.Int64,
     "private_free_bytes": pl.Int64, "reserved_bytes": pl.Int64, "live_bytes": pl.Int64, "free_blocks": pl.Int64, "ratio": pl.Float64,
-    "releasable_bytes": pl.Int64, "fits_if_adjacent": pl.Boolean, "free_site": pl.String, "free_site_bytes": pl.Int64, "setting": pl.String, "help": pl.String,
+    "releasable_bytes": pl.Int64, "fits_if_adjacent": pl.Boolean, "fits_if_all_freed": pl.Boolean, "free_site": pl.String, "free_site_bytes": pl.Int64, "setting": pl.String, "help": pl.String,
     "stack_id": pl.UInt32, "origin": pl.String,
 }  # fmt: skip
 _NOT_SEEN = "A real run that does not catch the error has ended at the first refusal."
@@ -46,10 +46,11 @@ def oom(capture: Capture, replay: bool = False) -> pl.DataFrame:
     One row a refusal, in the order of events: ``device rank seq time_us``; ``requested_bytes`` (rounded); ``device_free_bytes``
     (null: not told); ``site`` and ``stack`` of the request (null: no frames); ``reason``, a sentence with the numbers;
     ``would_help_bytes``: the fewest live or pending bytes to give back that would have made room, as one piece beside a hole or as
-    new memory from the device (null: can't be told); ``free_bytes_in_list``, ``largest_free_bytes`` and ``pending_bytes`` of the
+    new memory from the device (null: can't be told, or nothing that torch holds would have been enough); ``free_bytes_in_list``, ``largest_free_bytes`` and ``pending_bytes`` of the
     list that serves it; ``private_free_bytes``: free in private pools, no use to it; ``reserved_bytes`` and ``live_bytes`` of the
     device; ``free_blocks`` pieces and ``ratio`` (1 − largest / free) of that list; ``releasable_bytes``: what ``empty_cache()`` would have
-    given back then; ``fits_if_adjacent``: the pieces would do if they lay side by side; ``free_site`` and ``free_site_bytes``: the line
+    given back then; ``fits_if_adjacent``: the pieces would do if they lay side by side; ``fits_if_all_freed``: false where the
+    request is larger than the card, than torch's limit, or than all that torch held and the device had left (null: none of these is told); ``free_site`` and ``free_site_bytes``: the line
     that holds least of those whose blocks alone would have made room (null: none); ``setting``: that under which every request is
     served (null: not replayed, or none); ``help``: all that in a sentence; ``stack_id``; ``origin``. Of more than a hundred refusals the first and last fifty are explained; the others have null
     in what would need the heap at their time, and a ``reason`` that says so.
@@ -138,7 +139,16 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     inside = blocks.filter(here)
     holes = _nearest_hole(inside, asked) if inside.height <= budget else None
     ways = [w for w in (holes, nominal - min(room) if room else None) if w is not None and w > 0]
+    most, whose = _most(capture, seen, event["device"])
+    hopeless = holes is None and most is not None and nominal > most
     reason = _reason(seen, own, others, nominal, limit if isinstance(limit, int) else None)
+    if hopeless:
+        return seen | {
+            "reason": f"{reason.removesuffix('.')}; {_larger(asked, most, whose)}.", "free_blocks": int(own["free_blocks"].sum()), "fits_if_adjacent": False, "fits_if_all_freed": False,
+            "ratio": 1 - seen["largest_free_bytes"] / seen["free_bytes_in_list"] if seen["free_bytes_in_list"] else None,
+            "releasable_bytes": int(lists.filter(~pl.col("private"))["releasable_bytes"].sum()),
+            "help": f"Nothing that could be freed would help: the request is larger than {whose} ({format_bytes(most)}).",
+        }, inside.height  # fmt: skip
     free, largest = seen["free_bytes_in_list"], seen["largest_free_bytes"]
     releasable = int(lists.filter(~pl.col("private"))["releasable_bytes"].sum())
     site = None
@@ -147,9 +157,26 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     helped = Help(asked, free, largest, seen["pending_bytes"], releasable, nominal - min(room) if room else None, site)
     return seen | {
         "reason": reason, "would_help_bytes": min(ways) if ways else None, "free_blocks": int(own["free_blocks"].sum()), "ratio": 1 - largest / free if free else None,
-        "releasable_bytes": releasable, "fits_if_adjacent": free >= asked, "free_site": site[0] if site else None, "free_site_bytes": site[1] if site else None,
+        "releasable_bytes": releasable, "fits_if_adjacent": free >= asked, "fits_if_all_freed": None if most is None else True, "free_site": site[0] if site else None, "free_site_bytes": site[1] if site else None,
         "help": helped.sentence(),
     }, inside.height  # fmt: skip
+
+
+def _most(capture: Capture, seen: dict[str, Any], device: int | None) -> tuple[int | None, str]:
+    """How large a request can be once torch has given back all it holds, and what bounds it."""
+    bounds: list[tuple[int, str]] = []
+    for name, whose in (("capacity_bytes", "the card"), ("limit_bytes", "the limit")):
+        value = capture.meta.get(name)
+        value = value.get(str(device)) if isinstance(value, dict) else value
+        if isinstance(value, int):
+            bounds.append((value, whose))
+    if seen["device_free_bytes"] is not None:
+        bounds.append((seen["device_free_bytes"] + seen["reserved_bytes"], "all that the device has for torch"))
+    return min(bounds, key=lambda bound: bound[0]) if bounds else (None, "")
+
+
+def _larger(asked: int, most: int, whose: str) -> str:
+    return f"{format_bytes(asked)} is more than {whose} ({format_bytes(most)}), and nothing that could be freed would help"
 
 
 def _with_setting(row: dict[str, Any], served: tuple[str | None, str] | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ Codes = npt.NDArray[np.int8]
 CALLS = ("segment_alloc", "segment_map", "segment_free", "segment_unmap")
 ALLOC, SEGMENT_ALLOC, SEGMENT_MAP, SEGMENT_FREE, SEGMENT_UNMAP, DONE, OOM, OTHER = range(8)
 _CODES = {"alloc": ALLOC, **dict(zip(CALLS, range(1, 5), strict=True)), "free_completed": DONE, "oom": OOM}
+_REAL = ("measured", "recorded")  # origins whose device calls were made
 _SOME = 8  # calls of a kind from which quartiles tell what is usual
 _SCHEMA: dict[str, Any] = {
     "device": pl.Int64, "rank": pl.Int64, "what": pl.String, "count": pl.Int64, "size_bytes": pl.Int64, "time_us": pl.Float64, "least_us": pl.Float64,
@@ -46,7 +47,8 @@ def stalls(capture: Capture) -> pl.DataFrame:
     recording has no mark of it);
     ``count size_bytes``; ``time_us``, the estimate, between ``least_us`` (surely the driver's) and ``most_us``; ``share`` of the time
     from the device's first event to its last (``recording["seconds"]`` where that is longer); ``site`` of the line with most of that
-    time; ``origin``. Times are null where the trace has no clock, or events were dropped.
+    time; ``origin``. Times are null where the trace has no clock, or events were dropped, and in a modelled, predicted or replayed
+    capture: its device calls are the model's, which take no time, and the gaps between them are the program's.
 
     Examples
     --------
@@ -71,7 +73,7 @@ def _device(capture: Capture, curve: heap.Curve) -> list[dict[str, Any]]:
     if not call.any():
         return []
     size = mine["size_bytes"].fill_null(0).to_numpy()
-    timed = mine["time_us"].null_count() == 0 and not any("event" in str(what) and n for what, n in (capture.meta.get("dropped") or {}).items())
+    timed = capture.meta["origin"] in _REAL and mine["time_us"].null_count() == 0 and not any("event" in str(what) and n for what, n in (capture.meta.get("dropped") or {}).items())
     time = mine["time_us"].fill_null(0.0).to_numpy()
     estimate, least, most = _times(time, action, call, mine["stack_id"].fill_null(np.iinfo(np.uint32).max).to_numpy())
     seconds = (capture.meta.get("recording") or {}).get("seconds")

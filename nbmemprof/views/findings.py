@@ -76,6 +76,9 @@ def _ooms(known: Facts, device: Device) -> list[str]:
         where = f" at {middle(row['site'])}" if row.get("site") else ""
         text = f"Out of memory{where}: {row.get('reason') or format_bytes(row.get('requested_bytes')) + ' asked for.'}"
         helps = row.get("would_help_bytes")
+        if row.get("fits_if_all_freed") is False:  # what held most does not matter then
+            said.append(f"{text} Ask for less at once, or use a larger card or limit.{cut}{further}")
+            continue
         text += f" Giving back {format_bytes(helps)} would have made room" if helps else " A smaller batch or activation checkpointing asks for less"
         named = device.sites.height and device.sites["site"].drop_nulls().len()
         said.append(f"{text}{'; the lines that held most are in the tables' if named else '' if text.endswith('.') else '; what held most is in the tables' if device.breakdown.height else ''}.{cut}{further}")
@@ -154,6 +157,9 @@ def _retries(known: Facts, device: Device) -> list[str]:
         rows = known.of(known.ask("stalls"), device).filter(pl.col("what") == "retry")
         retries = int(rows["count"].sum()) if rows.height else 0
         took = f", {format_time_us(float(rows['time_us'].sum()))} in all" if retries and rows["time_us"].null_count() == 0 else ""
+    if retries and device.row.get("ooms"):  # a request that no free could have served says nothing of how tight memory is
+        refused = known.of(known.ask("oom"), device)
+        retries = max(0, retries - refused.filter(~pl.col("fits_if_all_freed").fill_null(value=True)).height) if refused.height else retries
     return (
         [f"Torch had to free its cache and ask again {_times(retries)}{took}: memory is so tight that it costs time. A smaller batch avoids it."] if retries else []
     )

@@ -48,6 +48,7 @@ _EMPTY = {
     "stalls": "No memory was got from the driver or given back.",
     "pools": "No allocation was recorded.",
 }
+_UNTIMED = "Times are unknown: no device made these calls, and a model's take no time."
 
 
 def write(capture: Capture, path: str | os.PathLike[str]) -> Path:
@@ -118,7 +119,8 @@ def _device(known: Facts, device: Device, points: int, rows: int, number: int) -
     for name, title in _TITLES.items():
         frame = getattr(device, name) if name in ("breakdown", "sites") else known.of(known.ask(name), device)
         opened = " open" if name in ("leaks", "oom") and frame.height else ""
-        yield f"<details{opened}><summary>{title}</summary>{_frame(frame, rows) if frame.height else _html(_EMPTY[name])}</details>"
+        note = f"<p>{_html(_UNTIMED)}</p>" if name == "stalls" and frame.height and known.meta.get("origin") not in ("measured", "recorded") else ""
+        yield f"<details{opened}><summary>{title}</summary>{note}{_frame(frame, rows) if frame.height else _html(_EMPTY[name])}</details>"
 
 
 def _timeline(known: Facts, device: Device, stack: Stack, number: int) -> str:

@@ -8,6 +8,7 @@ from strategies import MIB, Allocator, capture, frames
 import nbmemprof as mp
 from nbmemprof.analyses.oom import oom
 from nbmemprof.capture import Capture
+from nbmemprof.views.findings import findings
 
 SITE = frames("lib/python3.12/site-packages/torch/nn/functional.py:7 linear", "model.py:55 forward", "train.py:9 main")
 
@@ -140,3 +141,39 @@ def test_without_a_refusal_there_is_no_row_and_the_columns_are_the_same():
     b.malloc(MIB, SITE)
     assert oom(a.capture()).is_empty()
     assert oom(a.capture()).schema == oom(b.capture()).schema
+
+
+def test_a_request_larger_than_the_card_is_helped_by_nothing():
+    a = Allocator(limit=100 * MIB)
+    for _ in range(4):
+        a.malloc(20 * MIB, SITE)
+    row = refused(a, 300 * MIB)
+    assert row["fits_if_all_freed"] is False
+    assert (row["would_help_bytes"], row["free_site"]) == (None, None)
+    assert "300 MiB is more than all that the device has for torch (100 MiB), and nothing that could be freed would help" in row["reason"]
+    assert row["help"].startswith("Nothing that could be freed would help")
+    said = " ".join(findings(mp.load(a.snapshot())))
+    assert "nothing that could be freed would help" in said
+    assert "would have made room" not in said and "smaller batch" not in said and "ask again" not in said
+
+
+def test_a_limit_that_is_smaller_than_the_request_is_named():
+    a = Allocator(limit=100 * MIB)
+    a.malloc(80 * MIB, SITE)
+    a.malloc(300 * MIB, SITE)
+    snap = a.snapshot()
+    snap["device_traces"][0][-1]["device_free"] = 8192 * MIB
+    cap = mp.load(snap)
+    assert oom(cap)["fits_if_all_freed"].to_list() == [True]
+    limited = Capture.build(dict(cap.tables.items()), **(cap.meta | {"limit_bytes": 200 * MIB}))
+    row = oom(limited).row(0, named=True)
+    assert (row["fits_if_all_freed"], row["would_help_bytes"]) == (False, None)
+    assert "more than the limit (200 MiB)" in row["reason"]
+
+
+def test_one_that_fits_an_empty_card_can_be_helped():
+    a = Allocator(limit=100 * MIB)
+    for _ in range(4):
+        a.malloc(20 * MIB, SITE)
+    row = refused(a, 100 * MIB)
+    assert (row["fits_if_all_freed"], row["would_help_bytes"]) == (True, 80 * MIB)

@@ -154,3 +154,16 @@ def test_a_retry_of_a_live_recording_is_said_with_its_time_even_where_it_took_li
     cap = timed(retried(), [0, 1, 5, 1, 5, 5, 300, 700, 10_000_000])
     cap.meta.update(source="torch_history", capacity_bytes=1 << 37)
     assert not any("ask again" in said for said in findings(cap)), "with so much room nothing was refused"
+
+
+@pytest.mark.parametrize("origin", ["modelled", "predicted", "replayed"])
+def test_calls_that_no_device_made_have_no_time_and_no_finding(origin):
+    """What passes between a model's device calls is the program's time."""
+    cap = timed(plain(), [0, 1, 10, 10, 5_000_010, 1])
+    assert any("Allocator stalls took" in text for text in advise(cap, replay=False)["finding"])
+    made = Capture.build(dict(cap.tables.items()), **(cap.meta | {"origin": origin}))
+    rows = stalls(made)
+    assert rows.select("what", "count", "size_bytes", "origin").rows() == [("segment_alloc", 2, 50 * MIB, origin)]
+    assert rows.select("time_us", "least_us", "most_us", "share").row(0) == (None, None, None, None)
+    assert "device_calls" not in advise(made, replay=False)["rule"].to_list()
+    assert not any("stall" in text.lower() for text in findings(made))
