@@ -113,6 +113,11 @@ class Observer:
         core = self.torch._C
         self._patch(core, "_stash_obj_in_tls", self._stashing)
         self._patch(core, "_remove_obj_from_tls", self._removing)
+        graph = sys.modules["torch.autograd.graph"]
+        run = getattr(getattr(graph, "_engine_run_backward", None), "__code__", None)
+        if self.device_type == "cpu" and run is not None and "_stash_obj_in_tls" not in run.co_names:  # before 2.13; CUDA's events of backward's threads tell by themselves
+            for owner in (self.torch.autograd, graph):
+                self._patch(owner, "_engine_run_backward", self._running)
         if self.note is not None:
             self._patch(core, "_cuda_setMemoryMetadata", self._users_note)
         for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
@@ -352,6 +357,21 @@ class Observer:
             return result
 
         return _remove_obj_from_tls
+
+    def _running(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs the engine, where nothing is stashed before it."""
+
+        @functools.wraps(original)
+        def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            if not self._open:
+                return original(*args, **kwargs)
+            self._backward_begins()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._backward_ends()
+
+        return _engine_run_backward
 
     def _backward_begins(self) -> None:
         try:
