@@ -10,11 +10,15 @@ from nbmemprof.sources._cpu_trace import Tracker
 
 __all__ = ["Feed"]
 
+_NUMBER = 8  # bytes of the largest real number's tensor
+
 
 class Feed:
     """The device, what lies on it, and how far the native events have been read.
 
     What an operator takes and gives back inside itself is scratch of its CPU kernel and not asked of the device.
+    Nor is the tensor without a dimension that torch makes for a Python number (``x + 1``): it is asked for before the operator begins, and on the CPU beside
+    a CUDA tensor too. A tensor's own copy takes its storage like that as well: ``copies`` is set meanwhile.
     After a refusal nothing is asked until it has been raised: on a device the operator would have ended there.
     """
 
@@ -26,6 +30,7 @@ class Feed:
         self.unasked = 0  # requests of an operator after the one that was refused
         self.lost = 0
         self.at = 0
+        self.copies = False
 
     @property
     def written(self) -> int:
@@ -76,8 +81,9 @@ class Feed:
                 made = opened.pop(addr, None)
                 if made is not None and tags[made] == tag and tag & SERIAL:
                     scratch.update((made, i))
-        for i, (addr, size) in enumerate(zip(addrs, sizes, strict=True)):
-            if i not in scratch and addr:
+        for i, (addr, size, tag) in enumerate(zip(addrs, sizes, tags, strict=True)):
+            number = 0 < size <= _NUMBER and not tag & SERIAL and not self.copies
+            if i not in scratch and addr and not number:
                 if size > 0:
                     self._ask(addr, size)
                 else:

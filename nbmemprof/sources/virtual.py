@@ -234,6 +234,7 @@ def _carry(rows: pl.DataFrame, events: pl.DataFrame, host: pl.DataFrame) -> pl.D
 def _mode(torch: Any) -> Any:
     """The class of the mode that sees torch calls; torch is there only now."""
     overrides = torch.overrides
+    deepcopy = torch.Tensor.__deepcopy__
     backward = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
     class VirtualDeviceMode(overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]  # torch's names come late
@@ -243,6 +244,15 @@ def _mode(torch: Any) -> Any:
 
         def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            if func is deepcopy:
+                self.feed.follow()
+                self.feed.copies = True
+            try:
+                return self.call(func, args, kwargs)
+            finally:
+                self.feed.copies = False
+
+        def call(self, func: Any, args: Any, kwargs: Any) -> Any:
             if func in backward:
                 handles = _watch_graph(self.feed, (args, kwargs))
                 try:

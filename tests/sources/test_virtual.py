@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
@@ -267,3 +268,19 @@ def test_a_cell_under_the_magic_meets_the_error_and_its_report_says_modelled(cap
     assert "Out of memory at In[" in said
     assert bad.error_in_exec is not None or bad.error_before_exec is not None
     assert "ran" not in shell.user_ns
+
+
+def test_a_python_number_takes_nothing_on_the_card():
+    """Torch wraps it into a CPU tensor without a dimension; a tensor without a dimension of the cell's own is on the card, and so is its copy."""
+    weight = torch.ones(1000, requires_grad=True)
+    with mp.record(as_device="H200:64MiB") as rec:
+        kept = [torch.zeros(1000) + 1, weight * 2.5, 2**weight]
+        kept[0] += 1
+        kept[0][3] = 1.0
+    assert set(rec.capture.allocations["requested_bytes"].to_list()) == {4000}
+    assert _summary(rec.capture)["end_allocated_bytes"] == 3 * 4096
+    with mp.record(as_device="H200:32MiB") as rec:
+        counter = torch.tensor(3)
+        pair = [counter, copy.deepcopy(counter), counter.clone()]
+    assert len(pair) == 3
+    assert _summary(rec.capture)["end_allocated_bytes"] == 3 * 512
