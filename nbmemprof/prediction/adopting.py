@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nbmemprof._kv_caches import is_cache, tensors
+from nbmemprof.prediction import lazies
 
 __all__ = ["Adopted", "adopt", "name_lines", "name_owners"]
 
@@ -157,6 +158,8 @@ class _Mover:
 
     def _move(self, tensor: Any) -> None:
         torch = self.torch
+        if lazies.placed(torch, tensor):
+            return
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_leaf:
             return
         if tensor.grad is not None:

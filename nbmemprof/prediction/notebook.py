@@ -225,6 +225,7 @@ class FakeSession:
     def __init__(self, shell: Any, wanted: Asked) -> None:
         self.shell, self.wanted, self.cells = shell, wanted, 0
         self.ended: str | None = None
+        self.made: dict[str, None] = {}  # names that its cells bound, in order
         self.child = fresh("nbmemprof.prediction.serving:serve", wanted.limits, {"CUDA_VISIBLE_DEVICES": ""})
         self.child.send("begin", serving.Setting(wanted.gpu, shell.colors, wanted.conf, wanted.capacity_bytes, wanted.limit_bytes, lasting=True, seconds=wanted.limits.seconds))
 
@@ -237,6 +238,7 @@ class FakeSession:
         """Run a cell; returns the capture that it bound to ``_memprof`` there, the other name of it, and what can raise its error."""
         hearing = self._do("cell", text, number)
         self.cells += 1
+        self.made |= dict.fromkeys(hearing.others.get("names", ("", ()))[1])
         made = hearing.others.get("capture")
         return (None, None, hearing) if made is None else (carrying.capture(made[1]), made[2], hearing)
 

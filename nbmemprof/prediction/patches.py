@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import unsupported
+from nbmemprof.prediction import lazies, unsupported
 from nbmemprof.prediction.catalogue import GPU
 
 __all__ = ["Changes", "patched", "when_imported"]
@@ -53,6 +53,7 @@ def patched(gpu: GPU, memory: Any) -> Iterator[Changes]:
         _cuda(torch, gpu, memory, changes)
         _fakes(torch, changes)
         unsupported.install(torch, changes, memory.record)
+        lazies.install(torch, changes)
         yield changes
     finally:
         changes.undo()
@@ -289,7 +290,7 @@ def _apply(torch: Any) -> Callable[..., Any]:
             for module in self.children():
                 module._apply(fn)
         for key, param in self._parameters.items():
-            if param is None:
+            if param is None or lazies.move(torch, param, fn):
                 continue
             known = shared.get(id(param))
             if known is not None and known[0]() is param and (kept := known[1]()) is not None:
@@ -308,7 +309,7 @@ def _apply(torch: Any) -> Callable[..., Any]:
                 shared[id(param)] = (weakref.ref(param), weakref.ref(made))
                 self._parameters[key] = made
         for key, buffer in self._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not lazies.move(torch, buffer, fn):
                 self._buffers[key] = fn(buffer)
         return self
 

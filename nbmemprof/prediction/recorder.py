@@ -293,7 +293,7 @@ def recorder_class(torch: Any) -> type:
             """Which request a tensor's storage is; None for none."""
             try:
                 known = self.live.get(tensor.untyped_storage()._cdata)
-            except (NotImplementedError, RuntimeError):
+            except (NotImplementedError, RuntimeError, ValueError):  # the last: a lazy module's, without a shape yet
                 return None
             return None if known is None else known.index
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbmemprof import _optional
 from nbmemprof.capture import Capture
+from nbmemprof.errors import FlagError
 
 if TYPE_CHECKING:  # what runs cells elsewhere is loaded with the first of them
     from nbmemprof.prediction import notebook
@@ -18,6 +19,7 @@ __all__ = ["Router", "Work"]
 _OURS = re.compile(r"^\s*%memprof\s+predict\b|^\s*%(?:un|re)load_ext\s+nbmemprof\b", re.MULTILINE)  # these stay in the kernel
 _NO_GPU = re.compile(r"cuda|nvidia", re.IGNORECASE)
 _KEPT = 64  # failed cells that are remembered
+_TOLD = 5  # names that are told
 
 
 class Work:
@@ -38,6 +40,7 @@ class Router:
     def __init__(self, shell: Any, quiet: Callable[[], None]) -> None:
         self.shell, self._quiet = shell, quiet
         self.session: notebook.FakeSession | None = None
+        self._gone: list[str] = []  # names that ended with the last session, until they were told
         self._interrupted: set[str] = set()  # cells that were stopped: they would run on
         self._failed: dict[str, None] = {}  # cells that failed for want of a GPU, in order
 
@@ -57,6 +60,7 @@ class Router:
         if self.session is not None:
             return None if _OURS.search(raw) else Work(lambda work: self._in_session(work, raw, number or 0))
         if args is not None and args.predict:
+            _only_one(args)
             return Work(lambda work: self._alone(work, text, args, number))
         return None
 
@@ -68,6 +72,7 @@ class Router:
         """Predict one cell; its capture, and what can raise its own error."""
         from nbmemprof.prediction import notebook
 
+        _only_one(args)
         wanted = notebook.asked(args.predict, limit=args.limit, conf=args.conf, seconds=args.predict_seconds, host=args.predict_host, calibrate=args.calibrate)
         return notebook.cell(self.shell, text, number, wanted, history=self._texts(), failed=list(self._failed), quiet=self._quiet)
 
@@ -115,12 +120,28 @@ class Router:
         """End the session."""
         session, self.session = self.session, None
         if session is not None:
+            self._gone = [name for name in session.made if name not in self.shell.user_ns]
             session.close()
 
     def state(self) -> str:
         """What is on, in words."""
         if self.session is None:
-            return "off: %%memprof --predict H200 predicts one cell, %memprof predict on H200 all cells that follow"
+            gone, self._gone = self._gone, []
+            told = f"names made in the fake session are gone ({_some(gone)}). Also: " if gone else ""
+            return f"off: {told}%%memprof --predict H200 predicts one cell, %memprof predict on H200 all cells that follow"
         if self.session.ended is not None:
             return f"on for {self.session.wanted.title}, but {self.session.ended[0].lower()}{self.session.ended[1:]} %memprof predict on {self.session.wanted.title} begins again"
         return f"on for {self.session.wanted.title}: cells run in a fake session (process {self.session.child.pid}, {self.session.cells} cells so far); %memprof predict off ends it"
+
+
+def _only_one(args: Namespace) -> None:
+    """Refuse a line that asks for two GPUs."""
+    other = getattr(args, "as", None)
+    if other:
+        size = other.partition(":")[2]
+        raise FlagError(f"--as {other} and --predict {args.predict} in one line: a cell runs on one GPU. Leave one out{f', or give the prediction its size: --predict {args.predict.partition(chr(58))[0]}:{size}' if size else ''}. Nothing was run.")
+
+
+def _some(names: list[str]) -> str:
+    """Up to five of them, and how many more."""
+    return ", ".join(names[:_TOLD]) + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")

@@ -186,9 +186,11 @@ def _mute(shell: Any) -> Iterator[list[str]]:
 def _cell(line: Connection, shell: Any, session: Any, text: str, number: int) -> None:
     """Run one cell of the lasting session; a capture that it made is told."""
     before = shell.user_ns.get("_memprof")
+    names = set(shell.user_ns)
     session.begin()
     result = _run(shell, text, number)
     session.finish()
+    send(line, "names", [name for name, value in shell.user_ns.items() if name not in names and not name.startswith("_") and not isinstance(value, type(sys))])
     made = shell.user_ns.get("_memprof")
     if made is not None and made is not before:
         other = next((name for name, value in shell.user_ns.items() if value is made and not name.startswith("_")), None)

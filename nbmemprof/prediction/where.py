@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from nbmemprof import _kv_caches
+from nbmemprof.prediction import lazies
 
 __all__ = ["Where"]
 
@@ -162,13 +164,19 @@ class Where:
             if child not in self._names:
                 self._names[child] = f"{first}.{path}" if path else first
         for path, parameter in root.named_parameters(remove_duplicate=False):
-            layer = f"{first}.{path}".rpartition(".")[0]
-            if self._owners.setdefault(parameter, layer) is layer and self.index_of(parameter) is not None:
-                rows = parameter.shape[:-1].numel() if parameter.ndim >= 2 else 0
-                self.record.parameters.append((layer, path.rpartition(".")[2], str(parameter.dtype).removeprefix("torch."), parameter.numel(), rows, parameter.numel() * parameter.element_size()))
-            self._own(parameter, "weights", layer, path.rpartition(".")[2])
+            layer, _, name = f"{first}.{path}".rpartition(".")
+            if not lazies.wait(self.torch, parameter, functools.partial(self._parameter, layer=layer, name=name)):
+                self._parameter(parameter, layer, name)
         for path, buffer in root.named_buffers():
-            self._own(buffer, "buffers", f"{first}.{path}".rpartition(".")[0], path.rpartition(".")[2])
+            layer, _, name = f"{first}.{path}".rpartition(".")
+            if not lazies.wait(self.torch, buffer, functools.partial(self._own, category="buffers", layer=layer, name=name)):
+                self._own(buffer, "buffers", layer, name)
+
+    def _parameter(self, parameter: Any, layer: str, name: str) -> None:
+        if self._owners.setdefault(parameter, layer) is layer and self.index_of(parameter) is not None:
+            rows = parameter.shape[:-1].numel() if parameter.ndim >= 2 else 0
+            self.record.parameters.append((layer, name, str(parameter.dtype).removeprefix("torch."), parameter.numel(), rows, parameter.numel() * parameter.element_size()))
+        self._own(parameter, "weights", layer, name)
 
     def _own(self, tensor: Any, category: str, layer: str | None, name: str | None = None) -> None:
         index = self.index_of(tensor)

@@ -13,7 +13,7 @@ from nbmemprof.units import parse_bytes
 NAME = "predict"
 HELP = "Run the cells that follow under fake tensors in one process of their own, for this GPU; earlier cells run again in it first. %%memprof there shows predictions."
 FLAGS = [
-    Flag("STATE", "on or off; without it: what is on", choices=("on", "off"), metavar="on|off"),
+    Flag("STATE", "on, off, or status: what is on, as without it", choices=("on", "off", "status"), metavar="on|off|status"),
     Flag("DEVICE", "the GPU, as H200 or H200:80GiB", metavar="DEVICE[:SIZE]"),
     Flag("--limit", "torch's own memory limit, as 8GiB", type=parse_bytes, metavar="SIZE"),
     Flag("--conf", "PYTORCH_CUDA_ALLOC_CONF", metavar="CONF"),

@@ -245,7 +245,7 @@ def test_a_session_keeps_what_its_cells_make(notebook, shell):
         assert "derived.live_blocks" in text
     finally:
         _, text = notebook("%memprof predict off")
-    assert "prediction is off" in text
+    assert "prediction is off: names made in the fake session are gone (made, i, loss, rec, kept and 1 more)" in text
     assert magics.of(shell).router.session is None
     assert {name: value for name, value in frozen(shell).items() if name not in ("named", "full")} == before
 
@@ -256,6 +256,8 @@ def test_a_session_keeps_what_its_cells_make(notebook, shell):
         ("%%memprof --predict\nx = 1", "--predict needs a value: --predict DEVICE[:SIZE]. Which GPU? Known are: H200"),
         ("%%memprof --predict H200 --limit\nx = 1", "--limit needs a value: --limit SIZE. '' is not a size"),
         ("%memprof predict on H200 --seconds -1", "'-1' is no time to run"),
+        ("%%memprof --as H200:8GiB --predict RTX4090\nx = 1", "a cell runs on one GPU. Leave one out, or give the prediction its size: --predict RTX4090:8GiB. Nothing was run."),
+        ("%memprof predict status", "prediction is off"),
         ("%memprof probe", "which one? There are: bandwidth"),
     ],
 )
