@@ -55,7 +55,7 @@ def compare(*, warm: int = 1, source: Any = "auto", **functions: Callable[[], An
     (['one', 'two'], True)
     """
     if not functions or not all(callable(f) for f in functions.values()):
-        raise NbmemprofError(f"compare needs functions by name, not {functions!r}. Write mp.compare(train=step, no_grad=other_step).")
+        raise NbmemprofError(_refused(functions))
     rows: list[dict[str, Any]] = []
     for name, function in functions.items():
         for _ in range(warm):
@@ -70,6 +70,18 @@ def compare(*, warm: int = 1, source: Any = "auto", **functions: Callable[[], An
         rows += [{"function": name} | row | {"seconds": seconds} for row in _of(rec.capture)]
         del result, rec
     return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _refused(functions: dict[str, Any]) -> str:
+    """What can't be run, by name and kind, and what to write."""
+    stray = {name: value for name, value in functions.items() if not callable(value)}
+    if not stray:
+        return "compare runs functions by name, and none was given. Write mp.compare(train=step, no_grad=other_step)."
+    named = ", ".join(f"{name} (a value of type {type(value).__name__})" for name, value in stray.items())
+    if all(isinstance(value, (Capture, recording.Recording)) for value in stray.values()):
+        first, second = [*stray, "b"][:2] if len(stray) > 1 else ("a", "b")
+        return f"compare runs functions, not captures: it was given {named}. Write mp.diff({first}, {second}) for what one holds more than the other."
+    return f"compare runs functions, not values: it was given {named}. Give each as a function without arguments, like mp.compare(train=step, no_grad=lambda: other(step)); mp.diff(a, b) compares captures."
 
 
 def _of(capture: Capture) -> list[dict[str, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from nbmemprof.errors import NbmemprofError
 
-__all__ = ["format_bytes", "format_count", "format_time_us", "parse_bytes"]
+__all__ = ["format_bytes", "format_count", "format_time_us", "parse_bytes", "share_units", "unit_of"]
 
 _STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgtp]?)(i?)(b?)\s*$", re.IGNORECASE)
@@ -55,6 +56,38 @@ def format_bytes(size: float | None, digits: int = 1) -> str:
             return f"{sign}{_trim(size, digits)} {unit}"
         size /= 1024
     return f"{sign}{_trim(size, digits)} PiB"
+
+
+def unit_of(text: str) -> str:
+    """Return the unit of a printed size; empty where it has none (``unknown``)."""
+    return text.rpartition(" ")[2] if " " in text else ""
+
+
+def share_units(texts: Sequence[str], before: str = "") -> list[str]:
+    """Leave out units of printed sizes that stand side by side.
+
+    A unit goes only where the size to the left and the one to the right have the same: whichever of them a reader takes it from, it is the right one.
+
+    Parameters
+    ----------
+    texts
+        Sizes as ``format_bytes`` prints them.
+    before
+        The size that stands to the left of the first one; empty for none.
+
+    Examples
+    --------
+    >>> share_units(["3 GiB", "2 GiB", "1 GiB"])
+    ['3 GiB', '2', '1']
+    >>> share_units(["3 MiB", "2 MiB", "512 KiB"], before="4 MiB")
+    ['3', '2 MiB', '512 KiB']
+    """
+    units = [unit_of(before), *map(unit_of, texts)]
+    units.append(units[-1])  # nothing stands to the right of the last one
+    return [
+        text.removesuffix(f" {unit}") if unit and left == unit == right else text
+        for text, left, unit, right in zip(texts, units, units[1:], units[2:], strict=False)
+    ]
 
 
 def format_count(count: float | None) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbmemprof.errors import NbmemprofError
-from nbmemprof.units import format_bytes, format_count, format_time_us, parse_bytes
+from nbmemprof.units import format_bytes, format_count, format_time_us, parse_bytes, share_units, unit_of
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,29 @@ def test_a_printed_size_reads_back_within_its_digits(size: int) -> None:
 def test_counts_and_times_are_printed() -> None:
     assert format_count(1234567) == "1\u202f234\u202f567"
     assert [format_time_us(t) for t in (3.0, 1500, 2.5e6, None)] == ["3 µs", "1.5 ms", "2.5 s", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "before", "shown"),
+    [
+        (["4 KiB", "3 MiB", "2 MiB"], "", ["4 KiB", "3 MiB", "2"]),
+        (["1 MiB", "1020.9 KiB", "1 MiB"], "", ["1 MiB", "1020.9 KiB", "1 MiB"]),
+        (["2 MiB", "1.5 MiB"], "512 B", ["2 MiB", "1.5"]),
+        (["2 MiB", "1.5 MiB", "512 KiB"], "3 MiB", ["2", "1.5 MiB", "512 KiB"]),
+        (["4 MiB", "unknown", "2 MiB"], "", ["4 MiB", "unknown", "2 MiB"]),
+        ([], "1 MiB", []),
+    ],
+)
+def test_a_unit_goes_only_where_its_neighbours_have_the_same(texts: list[str], before: str, shown: list[str]) -> None:
+    assert share_units(texts, before) == shown
+
+
+@given(st.lists(st.integers(0, 60).map(lambda power: 1 << power), max_size=6), st.integers(0, 60).map(lambda power: 1 << power))
+def test_a_left_out_unit_is_read_back_from_either_side(sizes: list[int], before: int) -> None:
+    texts = [format_bytes(size) for size in sizes]
+    line = [format_bytes(before), *share_units(texts, format_bytes(before))]
+    for number, whole in enumerate(texts, start=1):
+        left = next(filter(None, map(unit_of, reversed(line[: number + 1]))))
+        right = next(filter(None, map(unit_of, line[number:])), left)
+        value = line[number].partition(" ")[0]
+        assert f"{value} {left}" == whole == f"{value} {right}"

@@ -85,7 +85,14 @@ def sweep(fn: Any, *, device: str | GPU | Sequence[str | GPU] = "H200", limit_by
     rows = list((_predicted if callable(fn) else _computed)(fn, gpu, limit, capacity or gpu.capacity_bytes, axes))
     if pruned is not None:
         rows = [row | {"how": f"{row['how']}. {PRUNING}"} for row in rows]
-    return pl.DataFrame(rows, infer_schema_length=None)
+    return pl.DataFrame([row | {name: _plain(row[name]) for name in axes if name in row} for row in rows], infer_schema_length=None)
+
+
+def _plain(value: Any) -> Any:
+    """A value of an axis as a frame can hold and write it: numbers and text stay, ``torch.bfloat16`` is ``"bfloat16"``."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return getattr(value, "__name__", None) or str(value).removeprefix("torch.")
 
 
 def _combinations(axes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:

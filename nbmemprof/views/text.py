@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from nbmemprof.capture import Capture
-from nbmemprof.units import format_bytes, format_count, format_time_us
+from nbmemprof.units import format_bytes, format_count, format_time_us, share_units
 from nbmemprof.views import _theme, findings
 from nbmemprof.views._facts import Device, Facts, facts
 from nbmemprof.views._fits import smallest
@@ -46,14 +46,16 @@ def device_line(known: Facts, device: Device, *, last: bool = True) -> str:
     parts = [*filter(None, parts), _peak(device) if known_peak else _state(device)]
     if known.is_quiet:
         parts.append("nothing was allocated or freed in this cell")
-    kept, is_file = device.kept, known.meta.get("source") == "torch_snapshot"
+    kept, is_file, last_size = device.kept, known.meta.get("source") == "torch_snapshot", ""
     if not known_peak:
         pass
     elif is_file or kept is None:
-        parts.append(f"{format_bytes(device.number('end_allocated_bytes'))} live at the end")
+        last_size = format_bytes(device.number("end_allocated_bytes"))
+        parts.append(f"{last_size} live at the end")
     else:
-        parts.append(f"kept {format_bytes(kept)}" if kept >= 0 else f"released {format_bytes(-kept)}")
-    if not known.is_quiet and (made_of := _made_of(device)):
+        last_size = format_bytes(abs(kept))
+        parts.append(f"{'kept' if kept >= 0 else 'released'} {last_size}")
+    if not known.is_quiet and (made_of := _made_of(device, last_size)):
         parts.append(made_of)
     if last:
         parts += [p for p in (_cost(known.meta), origin(known.meta)) if p]
@@ -84,33 +86,31 @@ def _peak(device: Device) -> str:
     peak, reserved = device.number("peak_allocated_bytes"), device.number("peak_reserved_bytes")
     low, high = device.number("peak_allocated_low_bytes"), device.number("peak_allocated_high_bytes")
     digits = None if low is None or high is None else next((d for d in range(1, _DIGITS) if format_bytes(low, d) != format_bytes(high, d)), None)
-    text = f"peak {format_bytes(peak, digits or 1)}"
-    unit = format_bytes(peak).rpartition(" ")[2]
-    if digits and low is not None and high is not None:
-        text += f" (between {_in(low, unit, digits)} and {_in(high, unit, digits)})"
-    return text + (f" (reserved {_in(reserved, unit)})" if reserved else "")
+    sizes = [format_bytes(peak, digits or 1)]
+    if digits:
+        sizes += [format_bytes(low, digits), format_bytes(high, digits)]
+    if reserved:
+        sizes.append(format_bytes(reserved))
+    shown = share_units(sizes)
+    text = f"peak {shown[0]}" + (f" (between {shown[1]} and {shown[2]})" if digits else "")
+    return text + (f" (reserved {shown[-1]})" if reserved else "")
 
 
 def _state(device: Device) -> str:
     live, reserved = device.number("end_allocated_bytes"), device.number("end_reserved_bytes")
-    text = f"{format_bytes(live)} live"
-    return text + (f" (reserved {_in(reserved, format_bytes(live).rpartition(' ')[2])})" if reserved else "") + ", peak unknown"
+    shown = share_units([format_bytes(live), format_bytes(reserved)])
+    return f"{shown[0]} live" + (f" (reserved {shown[1]})" if reserved else "") + ", peak unknown"
 
 
-def _in(size: int, unit: str, digits: int = 1) -> str:
-    """Print a size without its unit where that is the one the sentence already has."""
-    text = format_bytes(size, digits)
-    return text.removesuffix(f" {unit}") if text.endswith(f" {unit}") else text
-
-
-def _made_of(device: Device) -> str:
+def _made_of(device: Device, last_size: str) -> str:
+    """What the peak is made of, the largest first; ``last_size`` stands right before it."""
     rows = device.parts()
     if not rows:
         return ""
     if device.by == "total":
         return "what it is for: unknown"
-    unit = format_bytes(device.peak).rpartition(" ")[2]
-    shown = [f"{_theme.word(middle(n))} {_in(b, unit)}" for n, b in rows[:_PARTS]]
+    sizes = share_units([format_bytes(size) for _, size in rows[:_PARTS]], last_size)
+    shown = [f"{_theme.word(middle(name))} {size}" for (name, _), size in zip(rows, sizes, strict=False)]
     more = ", …" if len(rows) > _PARTS else ""
     return ("at the peak " if device.by == "site" else "") + ", ".join(shown) + more
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 import nbmemprof as mp
+from nbmemprof.capture import Capture
 from nbmemprof.errors import NbmemprofError
+from nbmemprof.searching import sweeping
 from nbmemprof.searching.fakes import FakeBench, NothingOnTheDevice
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
@@ -108,3 +110,37 @@ def test_a_step_whose_tensors_die_within_it_is_predicted_too():
 
     result = mp.max_batch(step, 8, 8, limit_bytes="64MiB")
     assert (result.batch, result.origin) == (8, "predicted")
+
+
+@pytest.mark.cost(0.3)
+def test_a_data_type_of_torch_is_text_and_the_table_can_be_written():
+    torch = pytest.importorskip("torch")
+
+    def made(dtype):
+        torch.zeros(MIB, dtype=dtype, device="cuda")
+
+    rows = mp.sweep(made, dtype=[torch.bfloat16])
+    assert rows["dtype"].to_list() == ["bfloat16"]
+    assert rows.write_csv().splitlines()[1].startswith("bfloat16,")
+
+
+def test_an_axis_of_things_that_no_table_holds_is_named():
+    assert [sweeping._plain(value) for value in (1, 0.5, "fp32", None, sweep_of, (1, 2))] == [1, 0.5, "fp32", None, "sweep_of", "(1, 2)"]
+
+
+def sweep_of() -> None:
+    """A value of an axis that is a function."""
+
+
+def test_captures_are_not_run_and_the_way_to_compare_them_is_named():
+    a, b = (Capture.build({}, source="none", origin="measured") for _ in range(2))
+    with pytest.raises(NbmemprofError) as told:
+        mp.compare(big=a, small=b)
+    assert (
+        str(told.value)
+        == "compare runs functions, not captures: it was given big (a value of type Capture), small (a value of type Capture). Write mp.diff(big, small) for what one holds more than the other."
+    )
+    with pytest.raises(NbmemprofError, match=r"step \(a value of type int\)\. Give each as a function"):
+        mp.compare(step=3)
+    with pytest.raises(NbmemprofError, match="none was given"):
+        mp.compare()

@@ -10,7 +10,7 @@ from nbmemprof.analyses.summary import summary
 from nbmemprof.capture import Capture
 from nbmemprof.units import format_bytes
 from nbmemprof.views import text
-from nbmemprof.views._facts import facts
+from nbmemprof.views._facts import Device, facts
 
 
 def test_the_headline_of_a_cell_has_peak_reserved_kept_parts_cost_and_origin(training):
@@ -19,6 +19,18 @@ def test_the_headline_of_a_cell_has_peak_reserved_kept_parts_cost_and_origin(tra
         "peak 1010 MiB (reserved 1.7 GiB) · kept 540 MiB · activations 400, weights 300, optimizer state 240, gradients 50, … "
         "· recording cost ~2 % · measured here on NVIDIA H200"
     )
+
+
+def test_a_range_across_units_shows_both():
+    peaks = {"peak_allocated_bytes": 4 << 10, "peak_allocated_low_bytes": 3 << 10, "peak_allocated_high_bytes": 2 << 20}
+    device = Device(None, 0, "device", peaks, pl.DataFrame(), pl.DataFrame(), None, "")
+    assert text._peak(device) == "peak 4 KiB (between 3 KiB and 2 MiB)"
+
+
+def test_parts_in_another_unit_than_what_was_kept_have_their_own(training):
+    capture = training()
+    capture.meta["counters"] = {"0": {"start_allocated_bytes": (540 << 20) - 512}}
+    assert "kept 512 B · activations 400 MiB, weights 300, " in text.headline(capture)
 
 
 def test_without_categories_the_lines_are_named(training):
