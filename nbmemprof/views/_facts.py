@@ -48,6 +48,11 @@ class Stack:
         return max(range(len(totals)), key=totals.__getitem__) if totals else 0
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether there is anything above zero to draw."""
+        return bool(self.xs) and (any(map(any, self.values)) or any(self.reserved))
+
+    @property
     def end(self) -> float:
         """Right end of the x axis."""
         return self.xs[-1] if self.xs else 0.0

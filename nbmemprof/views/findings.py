@@ -21,6 +21,7 @@ _ALL = 12
 _LONG = 600  # characters of a sentence
 _LOUD_GAP = 0.25  # reserved this much above allocated is worth a sentence
 _MIN_GAP = 64 << 20
+_MANY = 4  # times as much; above it no percentage is said
 _MIN_LEAK = 1 << 20
 _ROOMY = 0.5  # of the capacity or limit: below it no request is refused
 _NEAR = 0.9  # of the capacity or limit
@@ -133,11 +134,10 @@ def _gap(known: Facts, device: Device) -> list[str]:
     reserved, allocated = device.number("peak_reserved_bytes"), device.number("peak_allocated_bytes")
     if not reserved or not allocated or reserved - allocated < max(_MIN_GAP, _LOUD_GAP * allocated):
         return []
-    text = (
-        f"Torch reserved {format_bytes(reserved - allocated)} ({(reserved - allocated) / allocated:.0%}) more than the tensors needed at their peak.".replace(
-            "%", " %"
-        )
-    )
+    more, times = format_bytes(reserved - allocated), reserved / allocated
+    text = f"Torch reserved {more} more than the tensors needed at their peak, {times:.0f} times as much in all."
+    if times <= _MANY:
+        text = f"Torch reserved {more} ({times - 1:.0%}) more than the tensors needed at their peak.".replace("%", " %")
     free = known.of(known.ask("fragmentation"), device)
     releasable = int(free.filter(~pl.col("private"))["releasable_bytes"].sum() or 0) if free.height else 0  # private pools keep theirs
     if releasable:

@@ -125,7 +125,7 @@ def _headline(line: str) -> str:
 
 
 def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator[str]:
-    if stack.xs:
+    if stack.is_drawn:
         yield image(*pictures.timeline(known, device, stack))
     height = 34 + 26 * min(max(len(device.parts()), device.breakdown.height if device.by == "category" else 0, 1), 8, rows)
     both = device.by == "category" and device.sites.height > 0
@@ -140,7 +140,7 @@ def _pictures(known: Facts, device: Device, stack: Stack, rows: int) -> Iterator
     if (bar := _bar(known, device)) is not None:
         yield f"<details><summary>{_html(name + 'all of the device: the ledger')}</summary>{image(*bar)}</details>"
     tables = "".join(rows_of(*table) for table in text.tables(known, device, rows))
-    yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{rows_of(*over_time(device, stack, rows + 4)) if stack.xs else ''}</details>"
+    yield f"<details><summary>{_html(name + 'tables')}</summary>{tables}{rows_of(*over_time(device, stack, rows + 4)) if stack.is_drawn else ''}</details>"
 
 
 def _bar(known: Facts, device: Device) -> tuple[Svg, str] | None:

@@ -104,7 +104,7 @@ def _body(capture: Capture, known: Facts, points: int, rows: int) -> Iterator[st
 def _device(known: Facts, device: Device, points: int, rows: int, number: int) -> Iterator[str]:
     yield f"<h2>{_html(device.label or 'GPU 0')}</h2>"
     stack = known.stack(device, points)
-    if stack.xs:
+    if stack.is_drawn:
         yield _timeline(known, device, stack, number)
         yield f"<details><summary>The timeline as a table</summary>{_table(*first.over_time(device, stack, 100))}</details>"
     yield _bars(device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import polars as pl
 
 from nbmemprof import heap, schema
 from nbmemprof.views._facts import facts
-from nbmemprof.views.findings import findings, sentences
+from nbmemprof.views.findings import _gap, findings, sentences
 
 GIB = 1 << 30
 
@@ -42,6 +44,14 @@ def test_reserved_far_above_allocated_is_said_in_plain_words(training):
     assert said.startswith("Torch reserved ")
     assert "expandable_segments" in said
     assert "expandable_segments" not in one(training(conf="expandable_segments:True"), "more than the tensors needed")
+
+
+def test_many_times_as_much_is_said_as_times_and_not_in_percent(training):
+    capture = training()
+    device = dataclasses.replace(facts(capture).devices[0], row={"peak_allocated_bytes": 4 << 20, "peak_reserved_bytes": 256 << 20})
+    (said,) = _gap(facts(capture), device)
+    assert said.startswith("Torch reserved 252 MiB more than the tensors needed at their peak, 64 times as much in all.")
+    assert "%" not in said
 
 
 def test_a_peak_near_the_limit_warns_of_the_next_batch(training):

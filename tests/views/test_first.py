@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -14,9 +15,10 @@ from support import ROOT
 
 import nbmemprof as mp
 from nbmemprof import heap, schema
+from nbmemprof.allocator import Device
 from nbmemprof.analyses.timeline import timeline
 from nbmemprof.capture import Capture
-from nbmemprof.views import first, pictures
+from nbmemprof.views import first, pictures, report
 from nbmemprof.views._facts import facts
 
 # what Jupyter's sanitizer leaves of an untrusted notebook (tried in JupyterLab 4.6), and what this view may therefore use
@@ -307,3 +309,15 @@ def test_a_cell_in_which_only_others_take_memory_shows_the_ledger_and_names_them
     same = capture.tables["samples"].filter(pl.col("source").cast(pl.String) != "cupy", pl.col("time_us") == pl.col("time_us").max().over("gauge"))
     quiet = Capture.build({**capture.tables, "samples": same}, **capture.meta)
     assert "<img" not in first.bundle(quiet)["text/html"], "nothing moved"
+
+
+def test_a_timeline_with_nothing_in_it_is_not_drawn():
+    """One refused request: it has a view, and nothing ever lay on the device."""
+    device = Device(capacity_bytes="1GiB")
+    with contextlib.suppress(mp.OutOfMemoryError):
+        device.malloc("2GiB")
+    capture = mp.load(device.snapshot())
+    page = first.bundle(capture)["text/html"]
+    assert "Out of memory" in page
+    assert "<img" not in page and "over time" not in page
+    assert "Memory over time" not in report.page(capture)
