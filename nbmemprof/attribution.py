@@ -157,6 +157,7 @@ def _rules() -> tuple[pl.Expr, pl.Expr]:
         (pl.col("_workspace"), "workspace", "operator"),
         (pl.col("pool_id").is_not_null() & (pl.col("pool_id").cast(pl.String) != _DEFAULT_POOL), "cuda_graph", "pool"),
         ((phase == "optimizer") & same, "temporary", "phase"),
+        ((phase == "optimizer") & in_backward, "activations", "saved"),  # a loss that the step's closure computed
         (phase == "optimizer", "optimizer_state", "phase"),
         ((phase == "recompute") & gone & (ended == "recompute"), "temporary", "phase"),
         ((phase == "recompute") & gone & (ended == "backward"), "activations", "saved"),

@@ -274,6 +274,8 @@ def _category(made: Allocation) -> tuple[str, str]:
     if made.category is not None and not (made.category == "kv_cache" and made.ended in ("backward", "recompute")):  # kept by the graph
         return made.category, made.evidence or "model"
     phase, ended = made.phase, made.ended
+    if phase == "optimizer" and ended in ("backward", "recompute"):  # a loss that the step's closure computed
+        return "activations", "saved"
     if phase == "optimizer":
         return ("temporary", "phase") if ended == "optimizer" else ("optimizer_state", "phase")
     if phase == "recompute":

@@ -21,7 +21,7 @@ class Where:
     def __init__(self, torch: Any, record: Any) -> None:
         self.torch, self.record = torch, record
         self.step = 0
-        self.optimizer = 0
+        self._optimizers: list[tuple[int | None, int]] = []  # steps under way: the node that was running and the modules being called as each began
         self.label: str | None = None
         self._stack: list[str] = []
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -39,9 +39,9 @@ class Where:
     def now(self) -> tuple[str | None, str | None, int]:
         """Module path, phase and step of what is asked for now."""
         self.node = None
-        if self.optimizer:
-            return None, "optimizer", self.step
         node = self._node()
+        if self._optimizers and self._optimizers[-1] == (None if node is None else node._sequence_nr(), len(self._stack)):
+            return None, "optimizer", self.step  # what runs within a step's closure is a forward and a backward of its own
         if node is not None:
             if self._stack:
                 return self._stack[-1], "recompute", self.step
@@ -191,7 +191,7 @@ class Where:
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 self._own(parameter.grad, "gradients", self._owners.get(parameter))
-        self.optimizer += 1
+        self._optimizers.append((self.number(), len(self._stack)))
 
     def _step_ends(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         for parameter, state in optimizer.state.items():
@@ -199,7 +199,11 @@ class Where:
             for name, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, self.torch.Tensor):
                     self._own(value, "optimizer_state", layer, str(name))
-        self.optimizer -= 1
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:  # those that the step's closure made
+                self._own(parameter.grad, "gradients", self._owners.get(parameter))
+        if self._optimizers:
+            self._optimizers.pop()
         self.step += 1
         self.record.marks.append((len(self.record.events), "step", str(self.step)))
 

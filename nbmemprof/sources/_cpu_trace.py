@@ -240,10 +240,8 @@ class Tracker:
                         layer = layers[at] if at >= 0 else 0
                     return stack, layer, BACKWARD
                 phase = RECOMPUTE
-            elif told & OPTIMIZER:
-                return stack, layer, STEP
             else:
-                phase = FORWARD if layer else 0
+                phase = STEP if told & OPTIMIZER else FORWARD if layer else 0
             if grad_enabled():
                 sequences.append(sequence() - 1)
                 layers.append(layer)

@@ -74,6 +74,7 @@ class Stacks:
             return 0, 0
         rows: list[Row] = []
         told = 0
+        in_module = False
         while frame is not None and frame.f_code is not self._root:
             code = frame.f_code
             self._held[id(code)] = code
@@ -82,7 +83,8 @@ class Stacks:
                 rows.append((code, frame.f_lineno))
                 if len(rows) == 1 and code.co_name == "__init__" and "/torch/nn/modules/" in name:
                     told |= MODULE
-            if name.endswith("torch/optim/optimizer.py"):
+            in_module |= code is self._call
+            if name.endswith("torch/optim/optimizer.py") and not in_module:  # a module that a step's closure calls is in its forward
                 told |= OPTIMIZER
             elif name.endswith("torch/utils/checkpoint.py"):
                 told |= CHECKPOINT

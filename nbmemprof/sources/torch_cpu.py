@@ -341,8 +341,8 @@ def _judge(phase: Any, end_phase: Any, dead: Any, seen: Any, made_by_module: Any
     rules = [
         (seen > 0, seen - 1, 0),
         (made_by_module, 0, 2),
-        ((phase == tr.STEP) & ~(dead & (end_phase == tr.STEP)), 2, 1),
-        ((phase != tr.STEP) & (phase != tr.BACKWARD) & ends_in_backward, 3, 1),
+        ((phase == tr.STEP) & ~(dead & (end_phase == tr.STEP)) & ~ends_in_backward, 2, 1),
+        ((phase != tr.BACKWARD) & ends_in_backward, 3, 1),
         ((phase == tr.BACKWARD) & dead & ~ends_in_backward, 1, 1),
         (dead & (((phase == tr.FORWARD) & (end_phase == tr.FORWARD)) | (backward & ends_in_backward) | (phase == tr.STEP)), 4, 1),
     ]

@@ -339,3 +339,36 @@ def test_what_python_lacks_of_torchs_internals_is_refused_with_its_name(monkeypa
         with pytest.raises(legal.CantFake, match=name):
             fake_run(lambda: None, device_row=H200)
     assert untouched() == before
+
+
+@pytest.mark.cost(0.3)
+def test_what_a_steps_closure_runs_is_a_forward_and_a_backward():
+    def step():
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)).cuda()
+        x, optimizer = torch.ones(16, 64, device="cuda"), torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    record = fake_run(step, device_row=H200)
+    gradients = [made for made in record.made if made.op == "mm" and made.nbytes == 64 * 64 * 4]
+    assert [(made.phase, feed._category(made)[0]) for made in gradients] == [("backward", "gradients")] * 4
+    assert {made.phase for made in record.made if made.op in ("tanh", "addmm")} == {"forward"}
+    assert {feed._category(made)[0] for made in record.made if made.op == "tanh"} == {"activations"}
+
+
+def test_an_optimizer_that_steps_within_backward_is_in_its_step():
+    def step():
+        weight = torch.nn.Parameter(torch.ones(64, 64, device="cuda"))
+        optimizer = torch.optim.Adam([weight], foreach=False)
+        weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        (weight @ weight).sum().backward()
+
+    made = [one for one in fake_run(step, device_row=H200).made if one.phase == "optimizer"]
+    assert [feed._category(one)[0] for one in made if one.nbytes == 64 * 64 * 4].count("optimizer_state") == 2

@@ -133,6 +133,29 @@ def test_inference_keeps_nothing_for_backward() -> None:
     assert set(found) == {"activations", "temporary"}
 
 
+@pytest.mark.cost(0.2)
+@pytest.mark.parametrize("notes", [True, False])
+def test_what_a_steps_closure_runs_is_a_forward_and_a_backward(notes: bool) -> None:
+    model, x = mlp(64, 2), torch.randn(32, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with CudaLike(notes=notes) as run:
+        for _ in range(2):
+            optimizer.step(closure)
+    rows = run.capture.allocations.filter(pl.col("requested_bytes") == 64 * 64 * 4, pl.col("alloc_seq").is_not_null())
+    assert rows.height >= 8
+    assert set(rows["phase"].cast(pl.String)) == {"backward"}
+    assert set(rows["category"].cast(pl.String)) == {"gradients"}
+    phases = set(run.capture.allocations["phase"].cast(pl.String).drop_nulls())
+    assert {"forward", "backward", "optimizer"} <= phases
+
+
 def test_a_tag_and_a_named_phase_are_what_the_user_says() -> None:
     with CudaLike() as run:
         with mp.phase("rollout"):

@@ -683,3 +683,24 @@ def test_gradients_from_before_the_first_recording_count_like_the_parameters_the
     held = dict(mp.breakdown(rec.capture, at="end").select(pl.col("category").cast(pl.String), "requested_bytes").iter_rows())
     assert held["gradients"] == sum(p.grad.nbytes for p in net[0].parameters())
     assert held["weights"] == sum(p.nbytes for p in net.parameters())
+
+
+def test_what_a_steps_closure_runs_is_a_forward_and_a_backward():
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)), torch.ones(16, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    capture = recorded(lambda: optimizer.step(closure), stacks="python")
+    word = {name: pl.col(name).cast(pl.String) for name in ("op", "phase", "category", "layer")}
+    weights = capture.allocations.filter(word["op"] == "aten::mm", pl.col("requested_bytes") == 64 * 64 * 4)
+    assert set(weights.select(word["phase"], word["category"]).rows()) == {("backward", "gradients")}
+    assert {layer.partition(".")[2] for layer in weights["layer"].cast(pl.String)} == {"0", "2"}
+    tanh = capture.allocations.filter(word["op"] == "aten::tanh")
+    assert set(tanh.select(word["phase"], word["category"]).rows()) == {("forward", "activations")}
+    flat = capture.allocations.filter(word["op"] == "aten::cat")
+    assert set(flat["phase"].cast(pl.String)) == {"optimizer"}
