@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import linecache
+import re
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.prediction import adopting, imported
+from nbmemprof.prediction import adopting, imported, remaking
 from nbmemprof.prediction.earlier import Earlier, closed_over, read
 from nbmemprof.units import format_bytes
 
-__all__ = ["BEFORE", "again", "closures", "decided", "of_modules", "on_the_cpu", "reading"]
+__all__ = ["BEFORE", "again", "closures", "decided", "of_modules", "on_the_cpu", "reached", "reading", "saying_cpu", "undecided"]
 
 BEFORE = "before the call"  # stands for the lines of what was there before, where they are not known
+_CELLS = "%memprof predict on {} runs the cells again as on a GPU"
+_LONG = 120  # characters of a value that is told
 
 
 def reading(call: Iterable[Any]) -> list[tuple[FunctionType, Earlier]]:
@@ -51,6 +56,9 @@ def again(torch: Any, session: Any, found: list[tuple[FunctionType, Earlier]]) -
             session.record.assume(f"taken as on the GPU, where it would have been put: {name} ({format_bytes(size)})")
         for name, why in moved.left.items():
             session.record.assume(f"left on the CPU: {name} ({why})")
+        left = remaking.undecided(torch, namespace, earlier, names, set(moved.moved) | set(moved.left), functools.partial(_file, namespace))
+        if left:
+            session.record.assume(f"{remaking.UNDECIDED} {', '.join(left)}; choose it inside the function, or {_CELLS.format(session.gpu.name)}")
 
 
 def decided(namespace: dict[str, Any], earlier: Earlier) -> list[str]:
@@ -61,10 +69,12 @@ def decided(namespace: dict[str, Any], earlier: Earlier) -> list[str]:
         if module is not None:
             changed += [f"{name}.{what}" for what in decided(vars(module), inner)]
     before = {name: repr(namespace.get(name)) for name in earlier.hanging}
+    stays = {name: namespace[name] for name in earlier.stays if name in namespace}
     for statement in earlier.again:
-        with contextlib.suppress(Exception):  # names that are gone: the function itself will say so
-            exec(statement, namespace)  # noqa: S102 - the user's own statement, again
-    changed += [f"{name} = {namespace[name]!r}" for name in sorted(earlier.hanging) if name in namespace and repr(namespace[name]) != before[name]]
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):  # names that are gone: the function itself will say so
+            remaking.again(statement, namespace, earlier)
+    namespace.update(stays)
+    changed += [f"{name} = {_short(namespace[name])}" for name in sorted(earlier.hanging) if name in namespace and repr(namespace[name]) != before[name]]
     for function, argument, expression in earlier.defaults:
         with contextlib.suppress(Exception):
             value = eval(expression, namespace)  # noqa: S307 - as above
@@ -77,10 +87,32 @@ def decided(namespace: dict[str, Any], earlier: Earlier) -> list[str]:
     return changed
 
 
+def undecided(torch: Any, session: Any, namespace: dict[str, Any], earlier: Earlier, text: str, told: set[str]) -> list[str]:
+    """In the child: what a cell uses and is as it was without a GPU, as a sentence; ``told``: names of which something was said already."""
+    left = remaking.undecided(torch, namespace, earlier, reached(namespace, text), told, lambda number, _line: f"In[{number}]")
+    return [f"{remaking.UNDECIDED} {', '.join(left)}; {_CELLS.format(session.gpu.name)}"] if left else []
+
+
+def reached(namespace: dict[str, Any], text: str) -> set[str]:
+    """Names in a cell's text, and in the functions of the notebook that it reaches by them."""
+    names = set(re.findall(r"\w+", text))
+    for name in list(names):
+        function = namespace.get(name)
+        if isinstance(function, FunctionType) and function.__globals__ is namespace:
+            names |= _reached(function)
+    return names
+
+
 def of_modules(earlier: Earlier, names: set[str]) -> dict[str, Any]:
     """What the user's modules would have put on the GPU when they were imported, of what goes by these names."""
     found = {f"{name}.{one}": vars(sys.modules[name]).get(one) for name, inner in earlier.modules.items() if name in sys.modules for one in sorted(inner.placed & names)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _short(value: Any) -> str:
+    """A value as it is told."""
+    text = repr(value)
+    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
 
 
 def _redefault(function: Any, argument: str, value: Any) -> bool:
@@ -131,6 +163,11 @@ def on_the_cpu(call: Iterable[Any], named: dict[str, Any]) -> list[str]:
         found |= {name: function.__globals__[name] for name in _reached(function) if name in function.__globals__}
         with contextlib.suppress(ValueError):  # a cell of a closure that is empty
             found |= inspect.getclosurevars(function).nonlocals
+    return saying_cpu(found)
+
+
+def saying_cpu(found: dict[str, Any]) -> list[str]:
+    """Of these names, those that say ``cpu``."""
     torch = _optional.loaded("torch")
     kinds = (str,) if torch is None else (str, torch.device)
     return [f"{name}={str(value)!r}" for name, value in sorted(found.items()) if isinstance(value, kinds) and str(value) == "cpu"]
@@ -159,9 +196,10 @@ def _texts(namespace: dict[str, Any]) -> list[str]:
     return ["".join(linecache.getlines(path, namespace))] if path else []
 
 
-def _file(namespace: dict[str, Any], text: int) -> str:
+def _file(namespace: dict[str, Any], text: int, line: int = 0) -> str:
     """How the text of this number is called, of those that made these globals."""
-    return str(namespace.get("__file__") or f"In[{text}]")
+    path = namespace.get("__file__")
+    return f"In[{text}]" if not path else f"{Path(path).name}:{line}" if line else str(path)
 
 
 def _reached(function: FunctionType) -> set[str]:

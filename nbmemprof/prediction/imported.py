@@ -8,10 +8,10 @@ from types import ModuleType
 
 from nbmemprof.analyses._sites import is_user_file
 from nbmemprof.prediction.earlier import Earlier, read
+from nbmemprof.prediction.words import ASKED
 
 __all__ = ["modules"]
 
-_ASKING = ("is_available", "device_count", "is_built")
 _MOST = 1 << 20  # bytes of a file that is read
 
 
@@ -23,7 +23,7 @@ def modules() -> dict[str, Earlier]:
         if not isinstance(path, str) or not path.endswith(".py") or name.partition(".")[0] in ("__main__", "nbmemprof") or not is_user_file(path):
             continue
         text = "".join(linecache.getlines(path))
-        if len(text) <= _MOST and (any(word in text for word in _ASKING) or any(f"import {other}" in text or f"from {other} " in text for other in found)):
+        if len(text) <= _MOST and (any(word in text for word in ASKED) or any(f"import {other}" in text or f"from {other} " in text for other in found)):
             read_here = read([text], found)
             read_here.modules = {}
             if read_here or read_here.hanging:

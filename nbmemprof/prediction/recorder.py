@@ -57,6 +57,7 @@ class Record:
     refused: list[int] = field(default_factory=list)
     spared: list[int] = field(default_factory=list)
     needs: list[tuple[int, dict[str, Any] | None]] = field(default_factory=list)
+    elsewhere: int = 0  # outputs on another device
     caught: bool = False  # the code went on after the error
     caches: list[tuple[int, Shape, int | None]] = field(default_factory=list)
     parameters: list[tuple[str, str, str, int, int, int]] = field(default_factory=list)
@@ -176,6 +177,7 @@ def recorder_class(torch: Any) -> type:
 
         def _one(self, func: Any, tensor: Any) -> None:
             if tensor.device.type != self.kind:
+                self.record.elsewhere += 1
                 return
             try:
                 storage = tensor.untyped_storage()

@@ -90,7 +90,7 @@ def predict(
     134250496
     """
     from nbmemprof.allocator import conf as settings
-    from nbmemprof.prediction import calibrating, calling, feed, room
+    from nbmemprof.prediction import calibrating, calling, feed, remaking, room
 
     if not callable(fn):
         raise NbmemprofError(f"predict needs a function to run, not {fn!r}. Write def step(): ... and pass step itself, without quotes or brackets.")
@@ -114,6 +114,7 @@ def predict(
             with quiet():  # it was shown before
                 record = calling.record_of(fn, args, kwargs, gpu, rules, limits, seen.kernels, terms)
         meta, gpu = calibrating.told(gpu, seen), calibrating.calibrated(gpu, seen)
+    meta["warnings"] = [*(one for one in record.assumptions if one.startswith(remaking.UNDECIDED)), *meta.get("warnings", [])]
     return feed.capture_of(record, gpu, conf=conf, torch=rules, limit_bytes=limit, capacity_bytes=capacity, meta=meta)
 
 

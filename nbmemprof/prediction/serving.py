@@ -231,8 +231,10 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
     session.begin()
     try:
         warnings = _prepare(torch, shell, session, job, lambda what: send(line, "doing", what))
-        since = len(record.events)
+        since, elsewhere = len(record.events), record.elsewhere
         result = _run(shell, job.text, job.number)
+        if len(record.events) == since and record.elsewhere > elsewhere:
+            warnings.insert(0, _nothing(shell.user_ns, job.text))
         success, record.caught = result.success, not session.room.ended(result.error_in_exec)
     except torch.OutOfMemoryError as error:  # what was there before does not fit
         shell._showtraceback(type(error), error, [f"OutOfMemoryError: {error}", *error.__notes__])
@@ -262,7 +264,16 @@ def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[st
             ran = _run(shell, text, number)
         said.append("an earlier cell that failed here for want of a GPU was run first" if ran.success else f"an earlier cell that failed for want of a GPU fails in the prediction too: {errors[-1] if errors else '?'}")
     doing("")
+    for one in deciding.undecided(torch, session, namespace, job.earlier, job.text, {*adopted.moved, *adopted.left}):
+        said.append(one)
+        session.record.assume(one)
     return said
+
+
+def _nothing(namespace: dict[str, Any], text: str) -> str:
+    """Why a cell's view is empty, with what says ``cpu``."""
+    told = ", ".join(deciding.saying_cpu({name: namespace[name] for name in deciding.reached(namespace, text) if name in namespace}))
+    return f"no events on the device: the cell asked for no memory of a CUDA device, its tensors were on the CPU{f' ({told})' if told else ''}. Write device='cuda' where its model and tensors are made, or choose the device inside the cell."
 
 
 def _run(shell: Any, text: str, number: int) -> Any:

@@ -60,6 +60,18 @@ def around():
 closed = around()
 
 
+def logged(ok: bool) -> torch.dtype:
+    with open(__file__, encoding="utf-8"):
+        return torch.float16 if ok else torch.float32
+
+
+kind = logged(torch.cuda.is_available())
+
+
+def of_a_kind() -> None:
+    torch.zeros(MIB, device=device, dtype=kind)
+
+
 def everywhere() -> None:
     held = [by_default(1), closed(), torch.zeros(4, MIB // 4, device=options.place), torch.zeros(8, MIB // 4, device=Options().place)]
     held.append(torch.zeros(16, MIB // 4, device=chosen_elsewhere.place))
@@ -103,6 +115,14 @@ def test_defaults_closures_fields_and_imported_modules_are_decided_again(tmp_pat
     said = [one["what"] for one in capture.meta["assumptions"]]
     assert {f"decided as on a GPU: {one}" for one in ("by_default(place='cuda')", "place = 'cuda' in around", "options.place = 'cuda'", "chosen_elsewhere.place = 'cuda'")} <= set(said)
     assert (by_default.__defaults__, options.place, closed().device.type) == (("cpu",), "cpu", "cpu")  # here nothing changed
+
+
+@pytest.mark.cost(0.2)
+def test_a_choice_that_is_not_made_again_is_named():
+    capture = mp.predict(of_a_kind)
+    said = next(one for one in capture.meta["warnings"] if one.startswith("not decided again: kind (test_calling.py:"))
+    assert said in [one["what"] for one in capture.meta["assumptions"]]
+    assert f"Not {said[4:]}" in text.report(capture)
 
 
 @pytest.mark.cost(3)

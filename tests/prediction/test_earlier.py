@@ -48,6 +48,43 @@ def test_what_prints_is_not_run_again():
 DEVICE = "device = 'cuda' if torch.cuda.is_available() else 'cpu'"
 
 
+ASKS = "def get_device():\n    if torch.cuda.is_available():\n        print('there')\n        return torch.device('cuda')\n    return torch.device('cpu')"
+HEAVY = "def heavy(ok):\n    open('log')\n    return 2 if ok and torch.cuda.is_available() else 1"
+
+
+@pytest.mark.parametrize(
+    ("cells", "remade", "asked"),
+    [
+        (["dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32"], {"dtype"}, set()),
+        (["dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16"], {"dtype"}, set()),
+        (["place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else 'cpu'"], {"place"}, set()),
+        ([ASKS, "device = get_device()", "kw = dict(device=device)", "all = [torch.device(device)]"], {"device", "kw", "all"}, set()),
+        (["get = lambda: 'cuda' if torch.cuda.is_available() else 'cpu'", "device = get()"], {"device"}, set()),
+        ([DEVICE, "ns = argparse.Namespace(device=device, fp16=torch.cuda.is_available())"], {"device", "ns"}, set()),
+        ([HEAVY, "n = heavy(True)"], set(), {"n"}),
+        ([HEAVY, "n = heavy(torch.cuda.is_available())\nn = 3"], set(), set()),
+        (["n = 8 if torch.cuda.is_available() else 1\nn *= 2"], {"n"}, set()),
+        (["n = 8 if torch.cuda.is_available() else 1\nn *= load()"], {"n"}, set()),
+        (["if torch.cuda.is_available():\n    device = 'cuda'\n    torch.cuda.set_device(0)\n    net = net.cuda()\nelse:\n    device = 'cpu'"], {"device"}, {"net"}),
+        (["class Trainer:\n    def __init__(self):\n        self.amp = setup(torch.cuda.is_available())", "trainer = Trainer()"], set(), {"trainer"}),
+    ],
+)
+def test_what_asks_for_a_gpu_is_decided_again_or_known_not_to_be(cells, remade, asked):
+    found = read(cells)
+    assert (found.remade, found.asked) == (remade, asked)
+
+
+def test_a_name_that_was_set_by_hand_afterwards_stays():
+    found = read([DEVICE, "device = 'cpu'", "net = Net().to(device)"])
+    assert (found.stays, found.remade, found.placed) == ({"device"}, set(), set())
+
+
+def test_settings_of_torch_do_not_put_everything_on_the_device():
+    found = read(["if torch.cuda.is_available():\n    torch.backends.cuda.matmul.allow_tf32 = True", "data = torch.randn(3)"])
+    assert found.placed == set()
+    assert "data" not in found.hanging
+
+
 @pytest.mark.parametrize(
     ("cells", "said"),
     [
@@ -66,6 +103,11 @@ def test_an_object_of_a_class_that_looks_for_a_gpu_has_its_field_set_unless_it_w
     found = read(cells)
     assert [(name, attribute) for name, attribute, _ in found.fields] == [("a", "device")]
     assert "net" in found.placed
+
+
+def test_a_field_that_a_lambda_fills_is_set_again():
+    found = read(["@dataclass\nclass Args:\n    bs: int = field(default_factory=lambda: 64 if torch.cuda.is_available() else 2)", "args = Args()"])
+    assert found.fields == [("args", "bs", "64 if torch.cuda.is_available() else 2")]
 
 
 def test_names_from_a_module_that_looked_for_a_gpu_are_imported_again():
