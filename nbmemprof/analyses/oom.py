@@ -140,9 +140,8 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     holes = _nearest_hole(inside, asked) if inside.height <= budget else None
     ways = [w for w in (holes, nominal - min(room) if room else None) if w is not None and w > 0]
     most, whose = _most(capture, seen, event["device"])
-    hopeless = holes is None and most is not None and nominal > most
     reason = _reason(seen, own, others, nominal, limit if isinstance(limit, int) else None)
-    if hopeless:
+    if most is not None and holes is None and nominal > most:
         return seen | {
             "reason": f"{reason.removesuffix('.')}; {_larger(asked, most, whose)}.", "free_blocks": int(own["free_blocks"].sum()), "fits_if_adjacent": False, "fits_if_all_freed": False,
             "ratio": 1 - seen["largest_free_bytes"] / seen["free_bytes_in_list"] if seen["free_bytes_in_list"] else None,
