@@ -82,10 +82,13 @@ def _too_much(capture: Capture) -> Iterator[Finding]:
     room = int(capture.meta.get("capacity_bytes") or 0) - int(capture.meta.get("outside_bytes") or 0)
     room = max(0, room if limit is None else min(room, int(limit)))
     if int(needs["peak_allocated_bytes"]) > room:
+        least = "Let less live at once: a smaller batch, activation checkpointing, smaller tensors"
+        if int(needs["refused_bytes"]) > room:
+            least = "That one request is larger than all the room: ask for less at once"
         yield Finding(
             "does_not_fit", f"It does not fit: its tensors take {format_bytes(int(needs['peak_allocated_bytes']))} at the peak, and there is room for {format_bytes(room)}.",
             f"Predicted as if no request were refused; the first refused one asks for {format_bytes(int(needs['refused_bytes']))} ({needs['op']}).",
-            "No allocator setting helps. Let less live at once: a smaller batch, activation checkpointing, smaller tensors; nbmemprof.cards(capture) tells on which GPU it fits.", 0, None, None,
+            f"No allocator setting helps. {least}; nbmemprof.cards(capture) tells on which GPU it fits.", 0, None, None,
         )  # fmt: skip
 
 

@@ -139,9 +139,11 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     inside = blocks.filter(here)
     holes = _nearest_hole(inside, asked) if inside.height <= budget else None
     ways = [w for w in (holes, nominal - min(room) if room else None) if w is not None and w > 0]
-    most, whose = _most(capture, seen, event["device"])
+    bounds = _bounds(capture, seen, event["device"])
+    broken = [bound for bound in bounds if nominal > bound[0]] if holes is None else []
     reason = _reason(seen, own, others, nominal, limit if isinstance(limit, int) else None)
-    if most is not None and holes is None and nominal > most:
+    if broken:
+        most, whose = broken[0]
         return seen | {
             "reason": f"{reason.removesuffix('.')}; {_larger(asked, most, whose)}.", "free_blocks": int(own["free_blocks"].sum()), "fits_if_adjacent": False, "fits_if_all_freed": False,
             "ratio": 1 - seen["largest_free_bytes"] / seen["free_bytes_in_list"] if seen["free_bytes_in_list"] else None,
@@ -156,13 +158,13 @@ def _explain(capture: Capture, event: dict[str, Any], budget: int) -> tuple[dict
     helped = Help(asked, free, largest, seen["pending_bytes"], releasable, nominal - min(room) if room else None, site)
     return seen | {
         "reason": reason, "would_help_bytes": min(ways) if ways else None, "free_blocks": int(own["free_blocks"].sum()), "ratio": 1 - largest / free if free else None,
-        "releasable_bytes": releasable, "fits_if_adjacent": free >= asked, "fits_if_all_freed": None if most is None else True, "free_site": site[0] if site else None, "free_site_bytes": site[1] if site else None,
+        "releasable_bytes": releasable, "fits_if_adjacent": free >= asked, "fits_if_all_freed": True if bounds else None, "free_site": site[0] if site else None, "free_site_bytes": site[1] if site else None,
         "help": helped.sentence(),
     }, inside.height  # fmt: skip
 
 
-def _most(capture: Capture, seen: dict[str, Any], device: int | None) -> tuple[int | None, str]:
-    """How large a request can be once torch has given back all it holds, and what bounds it."""
+def _bounds(capture: Capture, seen: dict[str, Any], device: int | None) -> list[tuple[int, str]]:
+    """How large a request can be once torch has given back all it holds, by all that bounds it."""
     bounds: list[tuple[int, str]] = []
     for name, whose in (("capacity_bytes", "the card"), ("limit_bytes", "the limit")):
         value = capture.meta.get(name)
@@ -171,7 +173,7 @@ def _most(capture: Capture, seen: dict[str, Any], device: int | None) -> tuple[i
             bounds.append((value, whose))
     if seen["device_free_bytes"] is not None:
         bounds.append((seen["device_free_bytes"] + seen["reserved_bytes"], "all that the device has for torch"))
-    return min(bounds, key=lambda bound: bound[0]) if bounds else (None, "")
+    return bounds
 
 
 def _larger(asked: int, most: int, whose: str) -> str:

@@ -304,3 +304,11 @@ def test_a_model_that_ends_in_an_error_is_no_excuse():
     with contextlib.suppress(mp.OutOfMemoryError):
         device.malloc(20 * MIB)
     assert "rule" in advise(loaded(device)).columns
+
+
+@pytest.mark.parametrize(("refused", "words"), [(20, "That one request is larger than all the room"), (5, "a smaller batch")])
+def test_what_does_not_fit_is_asked_for_in_parts_where_one_request_alone_is_too_large(refused, words):
+    needs = {"peak_allocated_bytes": 24 << 30, "refused_bytes": refused << 30, "op": "empty"}
+    cap = loaded(chequered(), needs=needs, capacity_bytes=16 << 30)
+    (row,) = [row for row in advise(cap).to_dicts() if row["rule"] == "does_not_fit"]
+    assert words in row["action"]
