@@ -17,6 +17,7 @@ from typing import Any
 
 from nbmemprof import _optional
 from nbmemprof.capture import Capture, load
+from nbmemprof.prediction import lazies
 from nbmemprof.prediction.shadows import LIMIT, SMALL
 
 __all__ = ["Packed", "capture", "dump_tensors", "load_tensors", "pack", "unpack"]
@@ -91,6 +92,8 @@ def _dump(cloudpickle: Any, namespace: dict[str, Any], wanted: dict[str, Any]) -
 def _tensor(torch: Any, tensor: Any, shadows: Any = None) -> Any:
     """How a tensor is made again."""
     fake = torch._subclasses.fake_tensor.FakeTensor
+    if torch.nn.parameter.is_lazy(tensor):
+        return lazies.like(tensor)
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, fake, getattr(torch.nn, "Buffer", fake)):
         raise TypeError(f"a tensor of type {type(tensor).__name__} with layout {tensor.layout} can't be carried over")
     storage = tensor.untyped_storage()

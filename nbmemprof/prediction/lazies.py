@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["install", "move", "placed", "wait"]
+__all__ = ["install", "like", "move", "placed", "wait"]
 
 _PLACE = "_nbmemprof_place"  # the device on which a parameter is to get its shape
 _WAITS = "_nbmemprof_waits"  # what is to be said of it then
@@ -33,9 +33,19 @@ def install(torch: Any, changes: Any) -> None:
         if waits is not None:
             waits(self)
 
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        kind, given = like(self)
+        return memo.setdefault(id(self), kind(*given))
+
     for kind, new in ((kinds.UninitializedParameter, parameter), (kinds.UninitializedBuffer, buffer)):
         changes.put(kind, "__new__", staticmethod(new))
         changes.put(kind, "materialize", materialize)
+        changes.put(kind, "__deepcopy__", copied)
+
+
+def like(one: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What makes another such parameter: its class and arguments."""
+    return type(one), (one.requires_grad, str(one.__dict__.get(_PLACE) or "cpu"), one.dtype)
 
 
 def _made(torch: Any, cls: Any, device: Any, dtype: Any, *, requires_grad: bool) -> Any:

@@ -234,7 +234,7 @@ def _job(line: Connection, shell: Any, session: Any, job: Job) -> None:
         since, elsewhere = len(record.events), record.elsewhere
         result = _run(shell, job.text, job.number)
         if len(record.events) == since and record.elsewhere > elsewhere:
-            warnings.insert(0, _nothing(shell.user_ns, job.text))
+            warnings.insert(0, f"{'no events on the device' if record.made else 'empty'}: {_nothing(shell.user_ns, job.text)}")  # of an empty capture the view says it once
         success, record.caught = result.success, not session.room.ended(result.error_in_exec)
     except torch.OutOfMemoryError as error:  # what was there before does not fit
         shell._showtraceback(type(error), error, [f"OutOfMemoryError: {error}", *error.__notes__])
@@ -273,7 +273,7 @@ def _prepare(torch: Any, shell: Any, session: Any, job: Job, doing: Callable[[st
 def _nothing(namespace: dict[str, Any], text: str) -> str:
     """Why a cell's view is empty, with what says ``cpu``."""
     told = ", ".join(deciding.saying_cpu({name: namespace[name] for name in deciding.reached(namespace, text) if name in namespace}))
-    return f"no events on the device: the cell asked for no memory of a CUDA device, its tensors were on the CPU{f' ({told})' if told else ''}. Write device='cuda' where its model and tensors are made, or choose the device inside the cell."
+    return f"the cell asked for no memory of a CUDA device, its tensors were on the CPU{f' ({told})' if told else ''}. Write device='cuda' where its model and tensors are made, or choose the device inside the cell."
 
 
 def _run(shell: Any, text: str, number: int) -> Any:

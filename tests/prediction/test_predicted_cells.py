@@ -121,6 +121,7 @@ def test_choices_that_hang_on_a_gpu_are_made_again_and_those_that_are_not_are_na
     _, text = run("%%memprof --predict H200\nx = torch.zeros(1 << 20, device=by_hand)")
     assert "No events on the device: the cell asked for no memory of a CUDA device, its tensors were on the CPU (by_hand='cpu'). Write device='cuda'" in text
     assert "not decided again" not in text.lower()
+    assert text.count("its tensors were on the CPU") == 1
 
 
 @pytest.mark.cost(0.5)

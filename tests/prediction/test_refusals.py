@@ -66,7 +66,7 @@ def test_what_fits_is_not_said_not_to() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "said"),
-    [(1.7, 2.3, "peak 2 GiB (between 1.7 and 2.3) "), (1.997, 2.004, "peak 2 GiB (between 1.997 and 2.004) "), (2 - 1e-7, 2 + 1e-7, "peak 2 GiB (reserved 2)"), (0.994, 2.006, "peak 2 GiB (between 1017.9 MiB and 2) ")],
+    [(1.7, 2.3, "peak 2 GiB (between 1.7 and 2.3) "), (1.997, 2.004, "peak 2 GiB (between 1.997 and 2.004) "), (2 - 1e-7, 2 + 1e-7, "peak 2 GiB (reserved 2)"), (0.994, 2.006, "peak 2 GiB (between 1017.9 MiB and 2 GiB) ")],
 )
 def test_a_range_is_printed_with_the_digits_that_it_takes_or_not_at_all(low: float, high: float, said: str) -> None:
     capture = predicted(2, GIB)
