@@ -361,7 +361,7 @@ def _living_tensors(torch: Any) -> Capture:
                 storage = item.untyped_storage()
                 if storage.nbytes():
                     sizes[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError, ReferenceError):  # fake, functional and half-dead tensors have no storage to show
+        except (RuntimeError, NotImplementedError, ReferenceError, ValueError):  # fake, functional, half-dead and lazy tensors have no storage to show
             continue
     addr, size = list(sizes), list(sizes.values())
     columns = {"kind": "host", "source": "torch", "snapshot_id": 0, "segment_addr": addr, "addr": addr, "size_bytes": size, "requested_bytes": size, "state": "active_allocated", "pool_id": "0_0"}

@@ -150,6 +150,6 @@ def _pinned_storages(torch: Any) -> list[int]:
             if item.device.type == "cpu" and item.layout == torch.strided and item.is_pinned():
                 storage = item.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError, ReferenceError):  # fake, functional and half-dead tensors have no storage
+        except (RuntimeError, NotImplementedError, ReferenceError, ValueError):  # fake, functional, half-dead and lazy tensors have no storage
             continue
     return [size for size in sizes.values() if size]

@@ -143,10 +143,12 @@ class Owned:
                 try:
                     if category != "weights" or id(tensor) in seen or tensor.device.type != self.device_type or hasattr(tensor, "__tensor_flatten__"):
                         continue
+                    if self.torch.nn.parameter.is_lazy(tensor):  # it has neither a shape nor memory yet
+                        continue
                     seen.add(id(tensor))
                     rows = tensor.shape[:-1].numel() if tensor.ndim >= 2 else 0
                     self.parameters.append((layer, name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), rows, tensor.numel() * tensor.element_size()))
-                except Exception as error:  # parameters that are not there yet
+                except Exception as error:  # a tensor of somebody's own class
                     self._guard(error)
 
     def gradients(self, moment: int, optimizer: Any = None) -> None:

@@ -29,7 +29,7 @@ def addresses(tensor: Any, device_type: str, depth: int = 0) -> list[tuple[int |
         at = tensor.data_ptr()
         if offset := tensor.storage_offset():
             at -= offset * tensor.element_size()
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError):  # fake, lazy, functional and sparse tensors have no address
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):  # fake, lazy, functional and sparse tensors have no address
         return []
     return [(device.index if device_type != "cpu" else None, at)] if at > 0 else []
 

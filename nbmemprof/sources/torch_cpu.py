@@ -308,7 +308,7 @@ def _addresses() -> dict[int, tuple[int, int]]:
                     storage = None if what == 2 else tensor.untyped_storage()
                     size = _own_bytes(tensor) if storage is None else storage.nbytes() if storage.resizable() else 0  # borrowed memory can't be resized
                     found.setdefault(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size(), (what, size))
-            except (RuntimeError, NotImplementedError):  # fake, lazy and sparse tensors have no address
+            except (RuntimeError, NotImplementedError, ValueError):  # fake, sparse and lazy tensors have no address
                 continue
     return found
 

@@ -332,6 +332,17 @@ def test_an_error_in_backward_shows_no_frame_of_ours() -> None:
     assert run.capture.allocations.filter(pl.col("requested_bytes") == after.untyped_storage().nbytes())["phase"].to_list() == [None]
 
 
+def test_a_lazy_module_has_no_memory_yet_and_disturbs_nothing() -> None:
+    lazy, model = nn.LazyLinear(3), mlp()
+    with CudaLike(everywhere=True) as run:
+        model(torch.randn(2, 64))
+    assert run.observer.faults == {}
+    assert mp.snapshot().blocks.height and mp.holders(device="cpu").height
+    with mp.record() as rec:
+        lazy(torch.randn(2, 64))
+    assert not any("uninitialized" in said for said in rec.capture.meta["warnings"])
+
+
 def test_notes_of_the_users_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_setMemoryMetadata", said.append, raising=False)
