@@ -357,7 +357,7 @@ def _living_tensors(torch: Any) -> Capture:
     sizes: dict[int, int] = {}
     for item in gc.get_objects():
         try:
-            if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.layout == torch.strided:
+            if issubclass(type(item), torch.Tensor) and type(item).__name__ != "FakeTensor" and item.device.type == "cpu" and item.layout == torch.strided:
                 storage = item.untyped_storage()
                 if storage.nbytes():
                     sizes[storage.data_ptr()] = storage.nbytes()

@@ -147,7 +147,7 @@ def _pinned_storages(torch: Any) -> list[int]:
     sizes: dict[int, int] = {}
     for item in tensors:
         try:
-            if item.device.type == "cpu" and item.layout == torch.strided and item.is_pinned():
+            if item.device.type == "cpu" and type(item).__name__ != "FakeTensor" and item.layout == torch.strided and item.is_pinned():
                 storage = item.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, NotImplementedError, ReferenceError, ValueError):  # fake, functional, half-dead and lazy tensors have no storage

@@ -23,7 +23,7 @@ def addresses(tensor: Any, device_type: str, depth: int = 0) -> list[tuple[int |
         if device_type == "cuda" and not tensor.is_cuda:
             return []
         device = tensor.device
-        if device.type != device_type:
+        if device.type != device_type or type(tensor).__name__ == "FakeTensor":  # torch warns where its address is asked for
             return []
         # a gradient's storage is left alone: with a Python object it would count as shared
         at = tensor.data_ptr()

@@ -303,7 +303,7 @@ def _addresses() -> dict[int, tuple[int, int]]:
     for root in tr.tracker.layers.roots():
         for tensor, what in [*((p, 1) for p in root.parameters()), *((b, 6) for b in root.buffers()), *((p.grad, 2) for p in root.parameters() if p.grad is not None)]:
             try:
-                if tensor.device.type == "cpu":
+                if tensor.device.type == "cpu" and type(tensor).__name__ != "FakeTensor":
                     # a gradient's storage is left alone: with a Python object it would count as shared, and autograd would no longer add in place
                     storage = None if what == 2 else tensor.untyped_storage()
                     size = _own_bytes(tensor) if storage is None else storage.nbytes() if storage.resizable() else 0  # borrowed memory can't be resized

@@ -184,6 +184,7 @@ def test_the_buckets_of_ddp_are_named_and_take_what_the_gradients_take(views: bo
             model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
             for _ in range(3):
                 model(torch.randn(8, 64)).square().mean().backward()
+            dist.barrier()  # gloo's thread has let go of the buckets' order, 28 bytes
         rows = rec.capture.allocations.with_columns(pl.col("op", "category").cast(pl.String))
         buckets = rows.filter((pl.col("op") == "DDP bucket") & pl.col("free_seq").is_null())
         assert buckets["requested_bytes"].sum() == sum(p.grad.nbytes for p in net.parameters())
@@ -332,11 +333,14 @@ def test_an_error_in_backward_shows_no_frame_of_ours() -> None:
     assert run.capture.allocations.filter(pl.col("requested_bytes") == after.untyped_storage().nbytes())["phase"].to_list() == [None]
 
 
-def test_a_lazy_module_has_no_memory_yet_and_disturbs_nothing() -> None:
+def test_lazy_and_fake_modules_have_no_memory_and_disturb_nothing() -> None:
     lazy, model = nn.LazyLinear(3), mlp()
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fake = nn.Linear(3, 3)
     with CudaLike(everywhere=True) as run:
         model(torch.randn(2, 64))
     assert run.observer.faults == {}
+    assert not any(owner[3] == 0 for owner in run.observer.owned.rows) and fake.weight.shape == (3, 3)
     assert mp.snapshot().blocks.height and mp.holders(device="cpu").height
     with mp.record() as rec:
         lazy(torch.randn(2, 64))
