@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 __all__ = ["install", "like", "move", "placed", "wait"]
@@ -29,7 +30,7 @@ def install(torch: Any, changes: Any) -> None:
         if isinstance(self, kinds.UninitializedParameter):
             made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
-        torch.utils.swap_tensors(self, made)
+        _swap(torch, self, made)
         if waits is not None:
             waits(self)
 
@@ -41,6 +42,16 @@ def install(torch: Any, changes: Any) -> None:
         changes.put(kind, "__new__", staticmethod(new))
         changes.put(kind, "materialize", materialize)
         changes.put(kind, "__deepcopy__", copied)
+
+
+def _swap(torch: Any, one: Any, made: Any) -> None:
+    """Let a parameter be another one; torch refuses where weak references are about, which in a child are an earlier recording's, and go on to mean the parameter."""
+    kept = torch.utils.weakref
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: [])
+    try:
+        torch.utils.swap_tensors(one, made)
+    finally:
+        torch.utils.weakref = kept
 
 
 def like(one: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -125,7 +125,7 @@ class Owned:
     def module(self, root: Any, moment: int) -> None:
         for tensor, category, layer, name in _owners.of_module(root, self.layers.learn_all(root)):
             self.own(moment, tensor, category, "storage", layer, name)
-            if category == "weights":
+            if category == "weights" and not self.torch.nn.parameter.is_lazy(tensor):
                 ref = weakref.ref(tensor)
                 self._parameters.append((ref, layer))
                 known = self._layer_of_parameter.get(id(tensor))

@@ -1,6 +1,7 @@
 """Lazy modules in a prediction: they get their shapes from the first batch, on the device where they are to be."""
 
 import copy
+import weakref
 
 import pytest
 
@@ -29,11 +30,12 @@ def inside() -> None:
 
 @pytest.mark.cost(0.3)
 def test_a_lazy_model_from_before_the_call_is_shaped_moved_and_named(capsys):
+    remembered = [weakref.ref(parameter) for parameter in above.parameters()]  # as an earlier recording may
     held = dict(mp.breakdown(mp.predict(step, 512)).select("category", "requested_bytes").iter_rows())
     assert held["weights"] == 2 * (512 * 256 + 3 * 256)
     assert held["optimizer_state"] == held["weights"]
     assert held["buffers"] == 2 * 2 * 256 + 8
-    assert nn.parameter.is_lazy(above[0].weight)  # here nothing changed
+    assert nn.parameter.is_lazy(above[0].weight) and all(ref() is not None for ref in remembered)  # here nothing changed
     mp.predict(inside)
     assert capsys.readouterr().out == "(2, 10) 10 7200 cuda:0 Linear\n"
 
