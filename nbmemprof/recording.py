@@ -352,17 +352,9 @@ def snapshot(*, title: str | None = None) -> Capture:
 
 
 def _living_tensors(torch: Any) -> Capture:
-    import gc
+    from nbmemprof.sources._owners import host_storages
 
-    sizes: dict[int, int] = {}
-    for item in gc.get_objects():
-        try:
-            if issubclass(type(item), torch.Tensor) and type(item).__name__ != "FakeTensor" and item.device.type == "cpu" and item.layout == torch.strided:
-                storage = item.untyped_storage()
-                if storage.nbytes():
-                    sizes[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError, ReferenceError, ValueError):  # fake, functional, half-dead and lazy tensors have no storage to show
-            continue
+    sizes = host_storages(torch)
     addr, size = list(sizes), list(sizes.values())
     columns = {"kind": "host", "source": "torch", "snapshot_id": 0, "segment_addr": addr, "addr": addr, "size_bytes": size, "requested_bytes": size, "state": "active_allocated", "pool_id": "0_0"}
     warnings = ["no events: a picture has only what is there now. Record with %%memprof or mp.record()."]

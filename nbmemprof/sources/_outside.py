@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbmemprof import _optional
-from nbmemprof.sources import _nvml
+from nbmemprof.sources import _nvml, _owners
 
 __all__ = ["Outside", "Row"]
 
@@ -73,7 +72,7 @@ class Outside:
             return
         yield "pinned", "torch", "locked_bytes", float(locked)
         yield "pinned", "torch", "in_use_bytes", float(active) if active is not None else None
-        sizes = _pinned_storages(self._torch)
+        sizes = _owners.host_storages(self._torch, pinned=True).values()
         yield "pinned", "torch", "requested_bytes", float(sum(sizes))
         yield "pinned", "torch", "rounded_bytes", float(sum(1 << (size - 1).bit_length() for size in sizes))  # to a power of two (CachingHostAllocator.h)
 
@@ -135,21 +134,3 @@ def _async_pool(device: int) -> tuple[int | None, int | None]:
     except AttributeError:  # a driver before CUDA 11.2
         return None, None
     return (values[0].value, values[1].value) if values[0].value else (None, None)
-
-
-def _pinned_storages(torch: Any) -> list[int]:
-    """Bytes of each storage of pinned tensors that is alive."""
-    objects = gc.get_objects()
-    kinds = list(map(type, objects))
-    wanted = {kind for kind in set(kinds) if issubclass(kind, torch.Tensor)}
-    tensors = [item for item, kind in zip(objects, kinds, strict=True) if kind in wanted] if wanted else []
-    del objects, kinds
-    sizes: dict[int, int] = {}
-    for item in tensors:
-        try:
-            if item.device.type == "cpu" and type(item).__name__ != "FakeTensor" and item.layout == torch.strided and item.is_pinned():
-                storage = item.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, NotImplementedError, ReferenceError, ValueError):  # fake, functional, half-dead and lazy tensors have no storage
-            continue
-    return [size for size in sizes.values() if size]

@@ -8,7 +8,7 @@ from typing import Any
 
 from nbmemprof._kv_caches import is_cache
 
-__all__ = ["addresses", "find", "of_module", "of_optimizer", "tensors_in"]
+__all__ = ["addresses", "find", "host_storages", "of_module", "of_optimizer", "tensors_in"]
 
 _DEPTH, _MOST = 5, 20_000  # how deep containers are looked into, and how many tensors are taken
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -95,6 +95,25 @@ def _items(value: Any) -> Iterable[Any]:
             except (AttributeError, TypeError):
                 continue
     return held
+
+
+def host_storages(torch: Any, *, pinned: bool = False) -> dict[int, int]:
+    """Address and bytes of each storage of CPU tensors that Python knows; ``pinned``: of page-locked ones alone. Empty ones are none."""
+    objects = gc.get_objects()
+    kinds = list(map(type, objects))
+    wanted = {kind for kind in set(kinds) if issubclass(kind, torch.Tensor) and kind.__name__ != "FakeTensor"}
+    tensors = [item for item, kind in zip(objects, kinds, strict=True) if kind in wanted] if wanted else []
+    del objects, kinds
+    sizes: dict[int, int] = {}
+    for item in tensors:
+        try:
+            if item.device.type == "cpu" and item.layout == torch.strided and (not pinned or item.is_pinned()):
+                storage = item.untyped_storage()
+                if size := storage.nbytes():
+                    sizes[storage.data_ptr()] = size
+        except (RuntimeError, NotImplementedError, ReferenceError, ValueError):  # functional, half-dead and lazy tensors have no storage to show
+            continue
+    return sizes
 
 
 def find(torch: Any) -> tuple[list[Any], list[Any], list[Any]]:
